@@ -156,7 +156,7 @@ class RunningMoments(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two tanh layers and a linear one; orthogonal weights, of hidden layers with gain sqrt 2; biases zero."""
+    """Two tanh layers and a linear one. Orthogonal weights, hidden layers with gain sqrt 2; biases zero."""
 
     def __init__(self, inputs: int, hidden_size: int, outputs: int, gain: float):
         super().__init__()
@@ -443,7 +443,7 @@ def describe_machine() -> dict[str, str | None]:
     return {name: importlib.metadata.version(name) for name in ("torch", "gymnasium", "mujoco", "numpy")} | {
         "python": platform.python_version(),
         "git_commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
