@@ -36,6 +36,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -57,6 +58,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 SCRIPT = "ppo_continuous"
+PACKAGES = ("gymnasium", "mujoco", "numpy", "torch")
 
 
 @dataclass
@@ -130,6 +132,12 @@ class Args:
     """initial logarithm of the policy's standard deviation"""
     compile: bool = False
     """compile loss, gradient and clipping into one function: faster, after some seconds of warm-up"""
+
+
+# What a number may be, where that is not anything above 0.
+RANGES = dict.fromkeys(("seed", "eval_interval", "ent_coef", "vf_coef"), (0, 2**32))
+RANGES |= dict.fromkeys(("gamma", "gae_lambda"), (0, 1))
+RANGES |= dict.fromkeys(("log_std_init", "stop_at_return"), (-sys.float_info.max, sys.float_info.max))
 
 
 class RunningMoments(nn.Module):
@@ -302,14 +310,11 @@ def error(message: str) -> NoReturn:
 
 
 def check_ranges(args: Args) -> None:
-    """Refuse numbers that are out of range. Those not named here must be above 0."""
-    ranges = dict.fromkeys(("seed", "eval_interval", "ent_coef", "vf_coef"), (0, 2**32))
-    ranges |= dict.fromkeys(("gamma", "gae_lambda"), (0, 1))
-    ranges |= dict.fromkeys(("log_std_init", "stop_at_return"), (-sys.float_info.max, sys.float_info.max))
+    """Refuse numbers that are out of range."""
     for name, value in vars(args).items():
-        low, high = ranges.get(name, (sys.float_info.min, sys.float_info.max))
+        low, high = RANGES.get(name, (sys.float_info.min, sys.float_info.max))
         if type(value) in (int, float) and not low <= value <= high:
-            must = f"lie in [{low}, {high}]" if name in ranges else "be above 0"
+            must = f"lie in [{low}, {high}]" if name in RANGES else "be above 0"
             error(f"--{name.replace('_', '-')} must {must}, not {value}")
 
 
@@ -440,7 +445,7 @@ def load(path: Path) -> dict:
 def describe_machine() -> dict[str, str | None]:
     """Versions, commit and hardware, for config.json."""
     git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    return {name: importlib.metadata.version(name) for name in ("torch", "gymnasium", "mujoco", "numpy")} | {
+    return {name: importlib.metadata.version(name) for name in PACKAGES} | {
         "python": platform.python_version(),
         "git_commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
         "cpu": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
@@ -684,7 +689,8 @@ def train(args: Args) -> None:
             barrier = True
     log.close()
     if interrupts:
-        print(f"saved at step {global_step}; to go on: python {sys.argv[0]} --resume {run_dir}")
+        command = shlex.join(("python", sys.argv[0], "--resume", str(run_dir)))
+        print(f"saved at step {global_step}; to go on: {command}")
         raise SystemExit(128 + interrupts[0])
 
 
