@@ -30,12 +30,15 @@ was not. A run ended by Ctrl-C or SIGTERM saves where it stands: one such point 
 has.
 """
 
+import contextlib
 import csv
 import importlib.metadata
+import io
 import json
 import math
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -429,25 +432,26 @@ def save(state: dict, path: Path) -> None:
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def load(path: Path) -> dict:
+def load(path: Path, *parts: str) -> dict:
     """What `save` wrote, its arguments as Args. Refuses anything else; nothing in the file is run as code."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["script"] == SCRIPT:
-            return state | {"args": Args(**state["args"])}
+        if state["script"] != SCRIPT:
+            error(f"{path} is of {state['script']}, not of {SCRIPT}")
+        return {part: state[part] for part in parts} | {"args": Args(**state["args"])}
     except FileNotFoundError:
         error(f"there is no {path}")
     except Exception as exception:  # torch.load raises many kinds
         error(f"{path} is damaged or not a checkpoint: {str(exception).partition('. ')[0]}")
-    error(f"{path} is of {state['script']}, not of {SCRIPT}")
 
 
 def describe_machine() -> dict[str, str | None]:
     """Versions, commit and hardware, for config.json."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    git = {"args": "git rev-parse --verify --quiet HEAD", "cwd": Path(__file__).resolve().parent}
     return {name: importlib.metadata.version(name) for name in PACKAGES} | {
         "python": platform.python_version(),
-        "git_commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
+        "git_commit": subprocess.run(**git, shell=True, capture_output=True, text=True).stdout.strip()
+        or None,
         "cpu": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
@@ -455,7 +459,8 @@ def describe_machine() -> dict[str, str | None]:
 
 def open_run(args: Args) -> tuple[Path, dict | None, torch.device]:
     """The run's folder, the state to resume from, and the device; refuses what cannot be run."""
-    state = load(args.resume / "checkpoint.pt") if args.resume else None
+    parts = ("agent", "optimizer", "return_moments", "recent", "global_step")
+    state = load(args.resume / "checkpoint.pt", *parts) if args.resume else None
     if state and state["args"].env_id != args.env_id:
         error(f"{args.resume} is a run of {state['args'].env_id}, not of --env-id {args.env_id}")
     check_ranges(args)
@@ -463,7 +468,7 @@ def open_run(args: Args) -> tuple[Path, dict | None, torch.device]:
         error("--device cuda: PyTorch sees no CUDA device here")
     name = f"{args.env_id.replace('/', '-')}__{SCRIPT}__seed{args.seed}__{int(time.time())}"
     run_dir = args.resume or args.run_dir or Path("runs") / name
-    if not state and ((run_dir / "checkpoint.pt").exists() or run_dir.is_file()):
+    if not state and run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         error(f"{run_dir} is taken; if it is a run, this goes on with it: --resume {run_dir}")
     device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     return run_dir, state, torch.device(device)
@@ -711,15 +716,28 @@ def play(args: Args, state: dict) -> None:
     print("mean {:.2f}, standard deviation {:.2f}, standard error {:.2f}".format(*spread(returns)))
 
 
+def parse_args(default: Args | None = None) -> Args:
+    """The command line as Args. What tyro has to say of a bad one it puts in a box; here it is one line."""
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            return tyro.cli(Args, default=default)
+    except SystemExit as stopped:
+        if stopped.code:
+            error(re.sub(r"[^ -~]+", " ", output.getvalue()))
+        raise
+
+
 def main() -> None:
-    args = tyro.cli(Args)
+    args = parse_args()
     if args.evaluate:
-        state = load(args.evaluate / "model.pt" if args.evaluate.is_dir() else args.evaluate)
-        own = {k: getattr(Args, k) for k in ("seed", "eval_episodes", "greedy", "capture_video")}
-        play(tyro.cli(Args, default=replace(state["args"], evaluate=args.evaluate, **own)), state)
+        path = args.evaluate / "model.pt" if args.evaluate.is_dir() else args.evaluate
+        state = load(path, "agent")
+        own = {name: getattr(Args, name) for name in ("seed", "eval_episodes", "greedy", "capture_video")}
+        play(parse_args(replace(state["args"], evaluate=args.evaluate, **own)), state)
     elif args.resume:
-        saved = load(args.resume / "checkpoint.pt")["args"]
-        train(tyro.cli(Args, default=replace(saved, resume=args.resume)))
+        state = load(args.resume / "checkpoint.pt")
+        train(parse_args(replace(state["args"], resume=args.resume)))
     else:
         train(args)
 
