@@ -251,8 +251,8 @@ def gae(
 
     next_values[t] is the value of the observation that step t led to, before any reset: at a truncation, that
     of the episode's last one. A terminated step has no future, and no sum goes on past the end of an episode
-    (done: terminated or truncated). lambda 0 gives one-step advantages, 1 multi-step ones; add values to get
-    returns.
+    (done: terminated or truncated). lambda 0 gives one-step advantages, 1 multi-step ones; returns are
+    advantages + values.
     """
     deltas = rewards + gamma * next_values * ~terminated - values
     discounts = gamma * lam * (~done).to(deltas.dtype)
@@ -447,11 +447,13 @@ def load(path: Path, *parts: str) -> dict:
 
 def describe_machine() -> dict[str, str | None]:
     """Versions, commit and hardware, for config.json."""
-    git = {"args": "git rev-parse --verify --quiet HEAD", "cwd": Path(__file__).resolve().parent}
+    git = "git rev-parse --verify --quiet HEAD"  # through a shell, so that a machine without git is no error
+    commit = subprocess.run(
+        git, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True
+    )
     return {name: importlib.metadata.version(name) for name in PACKAGES} | {
         "python": platform.python_version(),
-        "git_commit": subprocess.run(**git, shell=True, capture_output=True, text=True).stdout.strip()
-        or None,
+        "git_commit": commit.stdout.strip() or None,
         "cpu": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
@@ -483,12 +485,13 @@ class RunLog:
     def __init__(self, args: Args, run_dir: Path, global_step: int):
         config = json.dumps(asdict(args) | describe_machine(), indent=2, default=str)
         (run_dir / "config.json").write_text(config + "\n")
-        path = run_dir / "evaluations.csv"
-        logged = list(csv.reader(path.open()))[1:] if path.exists() else []
-        self.csv_file = path.open("w", newline="", buffering=1)
-        self.csv = csv.writer(self.csv_file)
-        self.csv.writerow(("global_step", "episode", "return", "length"))
-        self.csv.writerows(row for row in logged if int(row[0]) <= global_step)
+        path, rows = run_dir / "evaluations.csv", [("global_step", "episode", "return", "length")]
+        if path.exists():
+            rows += [row for row in list(csv.reader(path.open()))[1:] if int(row[0]) <= global_step]
+        with path.with_suffix(".tmp").open("w", newline="") as file:
+            csv.writer(file).writerows(rows)
+        os.replace(file.name, path)
+        self.csv_file = path.open("a", newline="", buffering=1)
         self.tensorboard = SummaryWriter(str(run_dir), purge_step=global_step + 1)
         self.wandb = None
         if args.track:
@@ -517,7 +520,8 @@ class RunLog:
 
     def evaluation(self, returns: np.ndarray, lengths: np.ndarray, global_step: int) -> float:
         """Log an evaluation's returns and lengths, each (episodes,), and return the mean return."""
-        self.csv.writerows((global_step, i, *row) for i, row in enumerate(zip(returns, lengths, strict=True)))
+        rows = enumerate(zip(returns, lengths, strict=True))
+        csv.writer(self.csv_file).writerows((global_step, i, *row) for i, row in rows)
         mean, _, stderr = spread(returns)
         tags = {"eval/return_mean": mean, "eval/return_stderr": stderr, "eval/length_mean": lengths.mean()}
         self.scalars(tags, global_step)
@@ -592,8 +596,7 @@ def train(args: Args) -> None:
         learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps if args.anneal_lr else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
 
-        # Collect. A step needs the action only: log-probabilities and values follow in one pass over the
-        # rollout.
+        # Collect. A step needs only an action: log-probabilities and values follow, in one pass for all.
         mean, std = numpy_actor(agent), agent.log_std.detach().exp().cpu().numpy()
         noise = std * noise_rng.standard_normal(action_buffer.shape, dtype=np.float32)
         episodes = []
@@ -612,8 +615,7 @@ def train(args: Args) -> None:
                 episode_return[done], episode_length[done] = 0, 0
         global_step += batch_size
 
-        # Compute targets. The learner's rewards are in units of the standard deviation of the discounted
-        # return.
+        # Compute targets, for rewards in units of the standard deviation of the discounted return.
         with torch.no_grad():
             arrays = (
                 obs_buffer,
@@ -654,7 +656,8 @@ def train(args: Args) -> None:
             if args.target_kl is not None and approx_kl > args.target_kl:
                 break
         if not losses.isfinite().all():
-            last = f"the last checkpoint is {run_dir}/checkpoint.pt"
+            log.close()
+            last = f"the last checkpoint is {run_dir / 'checkpoint.pt'}"
             sys.exit(f"error: non-finite loss or gradient in the update at step {global_step}; {last}")
         # After the update, so that its ratios start from the policy that acted.
         agent.obs_moments.update(raw_obs.flatten(0, 1))
