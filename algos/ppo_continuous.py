@@ -340,6 +340,10 @@ def make_envs(env_id: str, num_envs: int, render: bool = False) -> gym.vector.Sy
             )
             envs = gym.make_vec(env_id, num_envs, "sync", vector_kwargs, **mode)
             if render:
+                # Unasked, Gymnasium 1.4 leaves a model's tracking camera unused: a runner leaves the picture.
+                if renderer := getattr(envs.envs[0].unwrapped, "mujoco_renderer", None):
+                    camera = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+                    renderer.camera_id = camera
                 envs.reset()
                 envs.envs[0].render()
         except Exception as exception:  # of any kind: the environment is the user's choice
