@@ -397,7 +397,8 @@ def evaluate(
 
     Each environment plays a fixed share of the episodes, so that short ones are not over-counted.
     """
-    rng, num_envs, frames = np.random.default_rng(seed), envs.num_envs, None
+    num_envs, frames = envs.num_envs, None
+    rng = np.random.default_rng((seed, 1))  # of the seed alone it would draw what the first environment draws
     remaining = episodes // num_envs + (np.arange(num_envs) < episodes % num_envs)
     episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, int)
     returns, lengths = [], []
@@ -548,8 +549,8 @@ def train(args: Args) -> None:
     shape, batch_size = (args.num_steps, args.num_envs), args.num_steps * args.num_envs
     if batch_size % args.num_minibatches or batch_size < 2 * args.num_minibatches:
         error(f"a rollout of {batch_size} steps is not {args.num_minibatches} equal minibatches of 2 or more")
-    envs = make_envs(args.env_id, args.num_envs)
     eval_envs = make_envs(args.env_id, min(args.eval_episodes, 10), args.capture_video)
+    envs = make_envs(args.env_id, args.num_envs)
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.torch_threads)
     agent = make_agent(args, envs, state).to(device)
