@@ -1,0 +1,109 @@
+"""What the tests share. ALGOS_DIR puts another copy of the scripts under test."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before the first import of torch: the networks are small, the cores few
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._pytree import tree_flatten
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+ALGOS = Path(os.environ.get("ALGOS_DIR", REPOSITORY / "algos")).resolve()
+
+# Hopper's random policy ends an episode every 20 steps or so, so that each rollout holds several ends.
+SHORT_RUN = {
+    "env_id": "Hopper-v4",
+    "total_timesteps": 1024,
+    "num_envs": 2,
+    "num_steps": 64,
+    "num_minibatches": 4,
+    "update_epochs": 2,
+    "learning_rate": 3e-3,
+    "hidden_size": 64,
+    "log_std_init": 0.0,
+    "eval_interval": 384,
+    "eval_episodes": 3,
+    "checkpoint_interval": 256,
+}
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ALGOS / f"{name}.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_python(*arguments, cwd: Path, **environment: str | None) -> subprocess.CompletedProcess:
+    """A Python of its own, in an environment like this one but for the variables given; None unsets one."""
+    return subprocess.run(
+        [sys.executable, "-B", *map(str, arguments)],
+        cwd=cwd,
+        env={name: value for name, value in (os.environ | environment).items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def run_script(name: str, *flags, cwd: Path, **environment: str | None) -> subprocess.CompletedProcess:
+    return run_python(ALGOS / f"{name}.py", *flags, cwd=cwd, **environment)
+
+
+def flags(settings: dict) -> list[str]:
+    return [str(part) for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Modification time and bytes of every file below a folder; folders count as empty files."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in folder.rglob("*")
+    }
+
+
+def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run: for each tag, steps and values."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}, purge_orphaned_data=True).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def assert_same(a: dict, b: dict) -> None:
+    """Every tensor and number of two checkpoints is equal, bit for bit; the arguments name the folder."""
+    (leaves_a, spec_a), (leaves_b, spec_b) = (tree_flatten(state | {"args": None}) for state in (a, b))
+    assert spec_a == spec_b
+    for x, y in zip(leaves_a, leaves_b, strict=True):
+        assert torch.equal(x, y) if torch.is_tensor(x) else x == y
+
+
+@pytest.fixture(autouse=True)
+def _restore_signal_handlers():
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+@pytest.fixture(scope="session")
+def ppo() -> ModuleType:
+    return load_script("ppo_continuous")
+
+
+@pytest.fixture
+def train(ppo, tmp_path, monkeypatch):
+    """Trains in this process, in a new run folder of tmp_path; returns the checkpoint."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(run_dir: str = "run", **settings) -> dict:
+        ppo.train(ppo.Args(**(SHORT_RUN | settings | {"run_dir": Path(run_dir)})))
+        return torch.load(Path(run_dir, "checkpoint.pt"), weights_only=True)
+
+    return run
