@@ -406,7 +406,7 @@ def evaluate(
         import imageio
 
         video.parent.mkdir(parents=True, exist_ok=True)
-        frames = imageio.get_writer(video, fps=envs.metadata["render_fps"])
+        frames = imageio.get_writer(video, fps=envs.metadata.get("render_fps", 30))
     obs, _ = envs.reset(seed=seed)
     while remaining.any():
         if frames and not frames.closed:
@@ -475,6 +475,8 @@ def open_run(args: Args) -> tuple[Path, dict | None, torch.device]:
         error("--device cuda: PyTorch sees no CUDA device here")
     name = f"{args.env_id.replace('/', '-')}__{SCRIPT}__seed{args.seed}__{int(time.time())}"
     run_dir = args.resume or args.run_dir or Path("runs") / name
+    if state and args.run_dir:
+        error("--run-dir has no meaning beside --resume, which goes on in the folder that it names")
     if not state and run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         error(f"{run_dir} is taken; if it is a run, this goes on with it: --resume {run_dir}")
     device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
@@ -571,6 +573,11 @@ def train(args: Args) -> None:
         # Calling the compiled kernels from C++ saves 0.03 ms a minibatch on the CPU.
         gradient = torch.compile(gradient, fullgraph=True, options={"cpp_wrapper": device.type == "cpu"})
 
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as exception:
+        error(f"cannot make the run folder: {exception}")
+
     def checkpoint() -> None:
         settings = {k: v for k, v in asdict(args).items() if not isinstance(v, Path)}
         policy = {"script": SCRIPT, "args": settings, "global_step": global_step, "agent": agent.state_dict()}
@@ -578,19 +585,18 @@ def train(args: Args) -> None:
         moments = {"return_moments": return_moments.state_dict(), "recent": list(recent)}
         save(policy | moments | {"optimizer": optimizer.state_dict()}, run_dir / "checkpoint.pt")
 
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if not state:
-        checkpoint()
-    log = RunLog(args, run_dir, global_step)
     interrupts = []
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda number, _: interrupts.append(number))
+    if not state:
+        checkpoint()
+    log = RunLog(args, run_dir, global_step)
     space = envs.single_action_space
     obs_buffer, next_obs_buffer = np.zeros((2, *shape, *envs.single_observation_space.shape), np.float32)
     action_buffer, reward_buffer = np.zeros((*shape, *space.shape), np.float32), np.zeros(shape)
     terminated_buffer, done_buffer = np.zeros((2, *shape), bool)
     barrier, stop = True, False
-    while global_step < args.total_timesteps and not stop and not interrupts:
+    while global_step < args.total_timesteps and not stop:
         started, previous_step = time.perf_counter(), global_step
         if barrier:
             obs, _ = envs.reset(seed=derive_seed(args.seed, global_step, 0))
@@ -697,7 +703,9 @@ def train(args: Args) -> None:
             stop = args.stop_at_return is not None and eval_mean >= args.stop_at_return
 
         # Checkpoint.
-        if checkpoint_due or finished or stop or interrupts:
+        stop = stop or bool(interrupts)
+        if checkpoint_due or finished or stop:
+            log.tensorboard.flush()  # a run that resumes from here has logged what came before
             checkpoint()
             barrier = True
     log.close()
