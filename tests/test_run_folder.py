@@ -184,6 +184,25 @@ def test_training_records_the_first_episode_of_each_evaluation(tmp_path, egl):
         assert_shows_an_episode(tmp_path / f"videos/run/step_{row['global_step']:.0f}.mp4", row["length"])
 
 
+FAR_AWAY = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import mujoco, ppo_continuous
+env = ppo_continuous.make_envs("HalfCheetah-v4", 1, render=True).envs[0]
+env.reset(seed=0)
+env.unwrapped.data.qpos[0] = 50
+mujoco.mj_forward(env.unwrapped.model, env.unwrapped.data)
+frame = env.render().astype(int)
+print(((frame[..., 0] - frame[..., 2]) > 40).sum())
+"""
+
+
+def test_camera_follows_the_robot(tmp_path, egl):
+    """The cheetah is the only thing in the picture that is red rather than blue."""
+    shown = run_python("-c", FAR_AWAY, ALGOS, cwd=tmp_path, MUJOCO_GL=egl)
+    assert int(shown.stdout) > 1000, shown.stderr
+
+
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_saved_policy_is_recorded(run_dir, tmp_path, egl, kind):
     options = ["--eval-episodes", 1, "--capture-video", *(["--greedy"] if kind == "greedy" else [])]
