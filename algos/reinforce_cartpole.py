@@ -470,15 +470,18 @@ def train(args: Args) -> None:
         optimizer.step()
         return norm.item()
 
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if not state:
-        checkpoint()
-    log = RunLog(args, run_dir, global_step)
     interrupts = []
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda number, _: interrupts.append(number))
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as exception:
+        error(f"cannot make the run folder: {exception}")
+    if not state:
+        checkpoint()
+    log = RunLog(args, run_dir, global_step)
     space, stop = envs.single_action_space, False
-    while progress() < 1 and not stop and not interrupts:
+    while progress() < 1 and not stop:
         started, previous_step = time.perf_counter(), global_step
         learning_rate = args.learning_rate * (1 - progress() if args.anneal_lr else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
@@ -562,7 +565,9 @@ def train(args: Args) -> None:
             stop = args.stop_at_return is not None and eval_mean >= args.stop_at_return
 
         # Checkpoint.
-        if checkpoint_due or progress() >= 1 or stop or interrupts:
+        stop = stop or bool(interrupts)
+        if checkpoint_due or progress() >= 1 or stop:
+            log.tensorboard.flush()  # a run that resumes from here has logged what came before
             checkpoint()
     log.close()
     if interrupts:
