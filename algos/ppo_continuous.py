@@ -464,9 +464,8 @@ def describe_machine() -> dict[str, str | None]:
     }
 
 
-def open_run(args: Args) -> tuple[Path, dict | None, torch.device]:
+def open_run(args: Args, *parts: str) -> tuple[Path, dict | None, torch.device]:
     """The run's folder, the state to resume from, and the device; refuses what cannot be run."""
-    parts = ("agent", "optimizer", "return_moments", "recent", "global_step")
     state = load(args.resume / "checkpoint.pt", *parts) if args.resume else None
     if state and state["args"].env_id != args.env_id:
         error(f"{args.resume} is a run of {state['args'].env_id}, not of --env-id {args.env_id}")
@@ -547,7 +546,7 @@ class RunLog:
 
 def train(args: Args) -> None:
     """Train one agent; all that it leaves behind is in its run folder."""
-    run_dir, state, device = open_run(args)
+    run_dir, state, device = open_run(args, "agent", "optimizer", "return_moments", "recent", "global_step")
     shape, batch_size = (args.num_steps, args.num_envs), args.num_steps * args.num_envs
     if batch_size % args.num_minibatches or batch_size < 2 * args.num_minibatches:
         error(f"a rollout of {batch_size} steps is not {args.num_minibatches} equal minibatches of 2 or more")

@@ -122,15 +122,17 @@ class Args:
     batch_episodes: int = 5
     """whole episodes for one update of the policy; each environment plays the same number of them"""
     learning_rate: float = 3e-3
-    """step size of Adam, for the policy and for the value network"""
+    """step size of Adam for the policy"""
+    value_learning_rate: float = 1e-2
+    """step size of Adam for the value network"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0 at --total-episodes or --total-timesteps"""
-    gamma: float = 0.999
+    """let both step sizes fall linearly to 0 at --total-episodes or --total-timesteps"""
+    gamma: float = 0.995
     """discount factor; total goes without"""
     max_grad_norm: float = 1.0
     """largest norm of a network's gradient; most exceed 1, and the longer the episodes the more so"""
     value_epochs: int = 10
-    """steps on the value loss with each batch (baseline)"""
+    """steps on the value loss with each batch, for baseline"""
     hidden_size: int = 64
     """units in each of the two tanh layers of the policy and of the value network"""
 
@@ -351,9 +353,8 @@ def describe_machine() -> dict[str, str | None]:
     }
 
 
-def open_reinforce_run(args: Args) -> tuple[Path, dict | None, torch.device]:
+def open_run(args: Args, *parts: str) -> tuple[Path, dict | None, torch.device]:
     """The run's folder, the state to resume from, and the device; refuses what cannot be run."""
-    parts = ("agent", "optimizer", "recent", "global_step", "episodes")
     state = load(args.resume / "checkpoint.pt", *parts) if args.resume else None
     if state and state["args"].env_id != args.env_id:
         error(f"{args.resume} is a run of {state['args'].env_id}, not of --env-id {args.env_id}")
@@ -434,7 +435,7 @@ class RunLog:
 
 def train(args: Args) -> None:
     """Train one agent; all that it leaves behind is in its run folder."""
-    run_dir, state, device = open_reinforce_run(args)
+    run_dir, state, device = open_run(args, "agent", "optimizer", "recent", "global_step", "episodes")
     if args.batch_episodes % args.num_envs:
         sizes = f"--batch-episodes {args.batch_episodes}", f"--num-envs {args.num_envs}"
         error(f"{sizes[0]} are not the same number for each of {sizes[1]}")
@@ -443,7 +444,7 @@ def train(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.torch_threads)
     agent = make_categorical_agent(args, envs, state).to(device)
-    optimizer = torch.optim.Adam(agent.parameters())
+    optimizer = torch.optim.Adam([{"params": net.parameters()} for net in (agent.actor, agent.critic)])
     recent = deque(maxlen=100)  # (return, length) of the latest training episodes
     global_step = episodes = 0
     if state:
@@ -463,10 +464,14 @@ def train(args: Args) -> None:
         return max(global_step / args.total_timesteps, episodes / args.total_episodes)
 
     def minimize(loss: Tensor) -> float:
-        """One step, for the network that the loss depends on; returns the gradient's norm before clipping."""
+        """One step of the network that the loss depends on; returns the gradient's norm before clipping."""
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        if not (loss + norm).isfinite():
+            log.close()
+            last = f"the last checkpoint is {run_dir / 'checkpoint.pt'}"
+            sys.exit(f"error: non-finite loss or gradient in the update at step {global_step}; {last}")
         optimizer.step()
         return norm.item()
 
@@ -483,8 +488,9 @@ def train(args: Args) -> None:
     space, stop = envs.single_action_space, False
     while progress() < 1 and not stop:
         started, previous_step = time.perf_counter(), global_step
-        learning_rate = args.learning_rate * (1 - progress() if args.anneal_lr else 1)
-        optimizer.param_groups[0]["lr"] = learning_rate
+        decay = 1 - progress() if args.anneal_lr else 1
+        actor_group, critic_group = optimizer.param_groups
+        actor_group["lr"], critic_group["lr"] = args.learning_rate * decay, args.value_learning_rate * decay
 
         # Collect. Each environment plays its share, and what it does while others finish theirs is not
         # counted: the first episodes to end would be the short ones.
@@ -536,10 +542,6 @@ def train(args: Args) -> None:
                 "values/predictions": values.mean().item(),
                 "values/targets": targets.mean().item(),
             }
-        if not all(p.isfinite().all() for p in agent.parameters()):
-            log.close()
-            last = f"the last checkpoint is {run_dir / 'checkpoint.pt'}"
-            sys.exit(f"error: non-finite loss or gradient in the update at step {global_step}; {last}")
 
         # Log.
         recent.extend(zip(returns.tolist(), lengths.tolist(), strict=True))
@@ -548,7 +550,7 @@ def train(args: Args) -> None:
             "charts/episodic_return": returns.mean().item(),
             "charts/episodic_length": lengths.mean().item(),
             "charts/return_mean_100": np.mean(recent, axis=0)[0],
-            "charts/learning_rate": learning_rate,
+            "charts/learning_rate": args.learning_rate * decay,
             "charts/SPS": len(obs) / (time.perf_counter() - started),
         }
         log.scalars(scalars, global_step)

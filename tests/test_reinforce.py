@@ -231,22 +231,26 @@ class TinyMDP:
                 self.path_rewards[t, k], self.done[t, k] = self.rewards[s, a, n], t == len(path) - 1
                 self.probs[k] *= self.log_probs[s, a].exp().item() * self.transitions[s, a, n]
 
-    def flat(self, outputs: torch.Tensor, outer: torch.Tensor, **options) -> torch.Tensor:
-        """The gradient of outputs, weighed with outer, in the policy's parameters, as (..., parameters)."""
-        gradients = torch.autograd.grad(outputs, self.parameters, outer, retain_graph=True, **options)
-        return torch.cat([g.flatten(-p.dim()) for g, p in zip(gradients, self.parameters, strict=True)], -1)
+    def flat_gradient(self, outputs: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
+        """Of each row of outer, summed over its products with outputs, in the policy's parameters."""
+        gradients = torch.autograd.grad(
+            outputs, self.parameters, outer, retain_graph=True, is_grads_batched=True
+        )
+        return torch.cat([g.flatten(1) for g in gradients], 1)
 
     def estimates(self, estimator: str, gamma: float, values: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Exact mean and total variance of the gradient estimate from one episode; values are (3,)."""
         weights = self.reinforce.estimator_weights(
             estimator, self.path_rewards, self.done, values[self.path_states], gamma
         )
-        log_probs = self.log_probs[self.path_states, self.path_actions]
+        log_probs = self.log_probs.detach()[self.path_states, self.path_actions].requires_grad_()
         losses = [
             self.reinforce.policy_loss(log_probs[: len(path), k], weights[: len(path), k], 1)
             for k, path in enumerate(self.paths)
         ]
-        estimates = -self.flat(torch.stack(losses), torch.eye(len(losses)).double(), is_grads_batched=True)
+        (in_log_probs,) = torch.autograd.grad(sum(losses), log_probs)  # a column for each trajectory's loss
+        scores = self.flat_gradient(self.log_probs.flatten(), torch.eye(6).double()).unflatten(0, (3, 2))
+        estimates = -(in_log_probs[..., None] * scores[self.path_states, self.path_actions]).sum(0)
         mean = self.probs @ estimates
         return mean, (self.probs @ (estimates - mean).square().sum(1)).item()
 
@@ -258,7 +262,7 @@ class TinyMDP:
             action_values = (self.transitions * (self.rewards + gamma * values)).sum(-1)
             values = torch.cat([(logits.softmax(-1) * action_values).sum(-1), torch.zeros(1).double()])
         parts = torch.autograd.grad(self.starts @ values[:3], decisions)
-        return self.flat(self.logits, sum(part / scale**t for t, part in enumerate(parts)))
+        return self.flat_gradient(self.logits, sum(part / scale**t for t, part in enumerate(parts))[None])[0]
 
     def state_values(self, gamma: float) -> torch.Tensor:
         """Expected reward-to-go (3,) in each state, at whichever step it is visited."""
