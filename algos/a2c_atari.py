@@ -77,6 +77,7 @@ from tqdm import tqdm
 SCRIPT = "a2c_atari"
 PACKAGES = ("ale-py", "gymnasium", "numpy", "torch")
 LOG_INTERVAL = 5_000  # environment steps
+ACTION_VALUES = False  # whether the critic has an output for each action
 
 
 @dataclass
@@ -296,7 +297,8 @@ def make_atari_envs(env_id: str, num_envs: int, render: bool = False, life_loss:
 
 def make_atari_agent(args: Args, envs: gym.vector.VectorEnv, state: dict | None) -> AtariAgent:
     """An agent for these environments: a new one, or that of a saved state."""
-    agent = AtariAgent(int(envs.single_action_space.n), 1, args.bf16)
+    num_actions = int(envs.single_action_space.n)
+    agent = AtariAgent(num_actions, num_actions if ACTION_VALUES else 1, args.bf16)
     if state is not None:
         try:
             agent.load_state_dict(state["agent"])
@@ -416,7 +418,7 @@ class RunLog:
     """
 
     def __init__(self, args: Args, run_dir: Path, global_step: int):
-        config = json.dumps(asdict(args) | describe_machine(), indent=2, default=str)
+        config = json.dumps({"script": SCRIPT} | asdict(args) | describe_machine(), indent=2, default=str)
         (run_dir / "config.json").write_text(config + "\n")
         path, rows = run_dir / "evaluations.csv", [("global_step", "episode", "return", "length")]
         if path.exists():
@@ -507,9 +509,10 @@ def train(args: Args) -> None:
     log = RunLog(args, run_dir, global_step)
     shape = (args.num_steps, args.num_envs)
     reward_buffer, done_buffer = np.zeros(shape, np.float32), np.zeros(shape, bool)
-    started, logged_step, updates = time.perf_counter(), global_step, []
-    barrier, stop = True, False
+    updates, barrier, stop = [], True, False  # the updates that are still to be logged
     while global_step < args.total_timesteps and not stop:
+        if not updates:
+            started = time.perf_counter()
         previous_step = global_step
         if barrier:
             obs, info = envs.reset(seed=derive_seed(args.seed, global_step, 0))
@@ -533,10 +536,10 @@ def train(args: Args) -> None:
             values.append(step_values.squeeze(-1))
             actions.append(step_actions)
             reward_buffer[t], done_buffer[t] = np.sign(reward), terminated | truncated
-            if truncated.any():
-                final_obs = torch.from_numpy(info["final_obs"][truncated]).to(device)
+            if (cut_off := truncated & ~terminated).any():
+                final_obs = torch.from_numpy(info["final_obs"][cut_off]).to(device)
                 with torch.no_grad():
-                    bootstraps[t, torch.from_numpy(truncated).to(device)] = agent(final_obs)[1].squeeze(-1)
+                    bootstraps[t, torch.from_numpy(cut_off)] = agent(final_obs)[1].squeeze(-1)
             episode_return += reward
             episode_length += 1
             over = info["episode_frame_number"] < frame_number  # the game, not a life alone
@@ -554,12 +557,7 @@ def train(args: Args) -> None:
         returns = n_step_returns(rewards, bootstraps, done, last_values, args.gamma)
 
         # Update.
-        logits, values, actions, returns = (
-            torch.cat(logits),
-            torch.cat(values),
-            torch.cat(actions),
-            returns.flatten(),
-        )
+        logits, values, actions, returns = map(torch.cat, (logits, values, actions, returns.unbind()))
         loss, *parts = a2c_loss(logits, values, actions, returns, args)
         optimizer.zero_grad()
         loss.backward()
@@ -584,7 +582,7 @@ def train(args: Args) -> None:
                 "values/targets": returns.mean().item(),
                 "values/advantages": (returns - values).mean().item(),
                 "charts/learning_rate": learning_rate,
-                "charts/SPS": (global_step - logged_step) / (time.perf_counter() - started),
+                "charts/SPS": returns.numel() / (time.perf_counter() - started),
             }
             if len(played := latest[~np.isnan(latest[:, 0])]):
                 scalars["charts/episodic_return"], scalars["charts/episodic_length"] = played.mean(0)
@@ -592,7 +590,7 @@ def train(args: Args) -> None:
                 scalars["charts/episodic_return_max"], _ = played.max(0)
                 scalars["charts/return_mean_100"] = np.mean(recent, axis=0)[0]
             log.scalars(scalars, global_step)
-            started, logged_step, updates = time.perf_counter(), global_step, []
+            updates = []
 
         # Evaluate.
         if eval_due or (finished and args.eval_interval):

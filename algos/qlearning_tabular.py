@@ -369,7 +369,7 @@ class TableLog:
     """
 
     def __init__(self, args: Args, run_dir: Path, global_step: int):
-        config = json.dumps(asdict(args) | describe_host(), indent=2, default=str)
+        config = json.dumps({"script": SCRIPT} | asdict(args) | describe_host(), indent=2, default=str)
         (run_dir / "config.json").write_text(config + "\n")
         path, rows = run_dir / "evaluations.csv", [("global_step", "episode", "return", "length")]
         if path.exists():

@@ -34,6 +34,22 @@ SHORT_RUN = {
     "checkpoint_interval": 256,
 }
 
+# Runs a script up to the given call of one of its functions, and dies there.
+KILLER = """
+import importlib.util, os, signal, sys
+path, name, calls, *sys.argv[1:] = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("script", path)
+sys.modules["script"] = script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+owner = os if name == "replace" else script
+function, countdown = getattr(owner, name), iter(range(int(calls) - 1, -1, -1))
+def wrapper(*args, **kwargs):
+    next(countdown) or os.kill(os.getpid(), signal.SIGKILL)
+    return function(*args, **kwargs)
+setattr(owner, name, wrapper)
+(getattr(script, "run", None) or script.main)()
+"""
+
 
 def load_script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ALGOS / f"{name}.py")

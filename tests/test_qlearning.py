@@ -25,7 +25,7 @@ import gymnasium as gym
 import imageio.v3 as iio
 import numpy as np
 import pytest
-from conftest import ALGOS, contents, flags, load_script, run_python, run_script, scalars
+from conftest import ALGOS, KILLER, contents, flags, load_script, run_python, run_script, scalars
 from gymnasium.spaces import Discrete, MultiDiscrete, Tuple
 from matplotlib.figure import Figure
 from matplotlib.quiver import Quiver
@@ -487,23 +487,6 @@ def test_same_seed_gives_the_same_bits_and_another_seed_does_not(train):
 def test_evaluation_consumes_none_of_training(train):
     often, never = train("often", eval_interval=250, eval_episodes=9), train("never", eval_interval=0)
     assert_same_state(often, never)
-
-
-# Runs a script up to the given call of one of its functions, and dies there.
-KILLER = """
-import importlib.util, os, signal, sys
-path, name, calls, *sys.argv[1:] = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("script", path)
-sys.modules["script"] = script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
-owner = os if name == "replace" else script
-function, countdown = getattr(owner, name), iter(range(int(calls) - 1, -1, -1))
-def wrapper(*args, **kwargs):
-    next(countdown) or os.kill(os.getpid(), signal.SIGKILL)
-    return function(*args, **kwargs)
-setattr(owner, name, wrapper)
-script.run()
-"""
 
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):

@@ -12,23 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALGOS, SHORT_RUN, assert_same, flags, run_python, run_script, scalars
-
-# Runs a script up to the given call of one of its functions, and dies there.
-KILLER = """
-import importlib.util, os, signal, sys
-path, name, calls, *sys.argv[1:] = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("script", path)
-sys.modules["script"] = script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
-owner = os if name == "replace" else script
-function, countdown = getattr(owner, name), iter(range(int(calls) - 1, -1, -1))
-def wrapper(*args, **kwargs):
-    next(countdown) or os.kill(os.getpid(), signal.SIGKILL)
-    return function(*args, **kwargs)
-setattr(owner, name, wrapper)
-script.main()
-"""
+from conftest import ALGOS, KILLER, SHORT_RUN, assert_same, flags, run_python, run_script, scalars
 
 
 def weights(checkpoint: dict) -> torch.Tensor:

@@ -1,0 +1,580 @@
+"""A2C and the Q critic on Atari games: what the two scripts share, then what each has of its own."""
+
+import math
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import ale_py
+import gymnasium as gym
+import imageio.v3 as iio
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import KILLER, assert_same, contents, flags, load_script, run_python, run_script, scalars
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+from stable_baselines3 import A2C
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+SCRIPTS = ("a2c_atari", "qcritic_atari")
+SHORT_RUN = {
+    "env_id": "PlainRL/Breakout-v0",
+    "total_timesteps": 480,
+    "num_envs": 3,
+    "num_steps": 5,
+    "torch_threads": 1,
+    "eval_interval": 180,
+    "eval_episodes": 2,
+    "checkpoint_interval": 120,
+}
+TAGS = {
+    *("charts/episodic_return", "charts/episodic_return_min", "charts/episodic_return_max"),
+    *("charts/episodic_length", "charts/return_mean_100", "charts/SPS", "charts/learning_rate"),
+    *("losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/total", "losses/grad_norm"),
+    *("losses/explained_variance", "values/predictions", "values/targets", "values/advantages"),
+    *("eval/return_mean", "eval/return_stderr", "eval/length_mean"),
+}
+
+# Games of at most 100 frames, which begin without idle frames and without the first shot.
+START = {"noop_max": 0, "use_fire_reset": False}
+SHORT = {"frameskip": 4, "max_num_frames_per_episode": 100, **START}
+gym.register("PlainRL/Breakout-v0", "ale_py.env:AtariEnv", kwargs={"game": "breakout", **SHORT})
+LONGER = SHORT | {"max_num_frames_per_episode": 700}
+gym.register("PlainRL/SpaceInvaders-v0", "ale_py.env:AtariEnv", kwargs={"game": "space_invaders", **LONGER})
+
+
+@pytest.fixture(scope="session", params=SCRIPTS)
+def atari(request) -> ModuleType:
+    return load_script(request.param)
+
+
+@pytest.fixture(scope="session")
+def a2c() -> ModuleType:
+    return load_script("a2c_atari")
+
+
+@pytest.fixture(scope="session")
+def qcritic() -> ModuleType:
+    return load_script("qcritic_atari")
+
+
+@pytest.fixture
+def train(atari, tmp_path, monkeypatch):
+    """Trains in this process, in a new run folder of tmp_path; returns the checkpoint."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(run_dir: str = "run", **settings) -> dict:
+        atari.train(atari.Args(**(SHORT_RUN | settings | {"run_dir": Path(run_dir)})))
+        return torch.load(Path(run_dir, "checkpoint.pt"), weights_only=True)
+
+    return run
+
+
+@pytest.fixture
+def main(atari, monkeypatch):
+    def run(*arguments) -> None:
+        monkeypatch.setattr(sys, "argv", [f"{atari.SCRIPT}.py", *map(str, arguments)])
+        atari.main()
+
+    return run
+
+
+def games(atari, monkeypatch) -> list[list[tuple]]:
+    """For each set of games that is made from here on, what its resets and steps took and returned."""
+    histories = []
+
+    class Witness(atari.AtariGames):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            self.history = []
+            histories.append(self.history)
+
+        def reset(self, **options):
+            result = super().reset(**options)
+            self.history.append(("reset", *result))
+            return result
+
+        def step(self, actions):
+            result = super().step(actions)
+            self.history.append((actions.copy(), *result))
+            return result
+
+    monkeypatch.setattr(atari, "AtariGames", Witness)
+    return histories
+
+
+def slow_returns(rewards, bootstraps, done, last_value, gamma) -> list[float]:
+    """Each return as a sum of its own, for one environment."""
+    returns = []
+    for t in range(len(rewards)):
+        total, discount = 0.0, 1.0
+        for k in range(t, len(rewards)):
+            total += discount * rewards[k]
+            discount *= gamma
+            if done[k]:
+                total += discount * bootstraps[k]
+                break
+        else:
+            total += discount * last_value
+        returns.append(total)
+    return returns
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_returns_are_those_of_a_slow_reference(atari, seed):
+    rng, shape = np.random.default_rng(seed), (12, 4)
+    rewards, values, last_values = rng.normal(size=shape), rng.normal(size=shape), rng.normal(size=4)
+    terminated, truncated = rng.random((2, *shape)) < 0.15
+    done, bootstraps = terminated | truncated, np.where(truncated & ~terminated, values, 0)
+    tensors = map(torch.from_numpy, (rewards, bootstraps, done, last_values))
+    expected = [
+        slow_returns(rewards[:, i], bootstraps[:, i], done[:, i], last_values[i], 0.9) for i in range(4)
+    ]
+    np.testing.assert_allclose(atari.n_step_returns(*tensors, 0.9), np.transpose(expected), rtol=1e-12)
+
+
+def test_returns_of_a_known_case(atari):
+    rewards = torch.tensor([0.1, 0.2, -0.01, 0.5, 4, -1])[:, None]
+    done = torch.tensor([False, False, False, True, False, False])[:, None]
+    returns = atari.n_step_returns(rewards, torch.zeros_like(rewards), done, torch.tensor([0.5]), 0.99)
+    np.testing.assert_allclose(returns[:, 0], [0.7733, 0.6802, 0.4850, 0.5, 3.5, -0.5050], atol=5e-5)
+
+
+def test_actions_are_samples_of_the_softmax(atari):
+    logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, -1.0, 0.0]])
+    rng, count = torch.Generator().manual_seed(0), 20_000
+    samples = torch.stack([atari.sample_actions(logits, rng) for _ in range(count)])
+    for column, probs in zip(samples.T, logits.softmax(-1), strict=True):
+        frequencies = torch.bincount(column, minlength=3) / count
+        assert ((frequencies - probs).abs() < 4 * (probs * (1 - probs) / count).sqrt()).all()
+
+
+@pytest.mark.parametrize(("game", "name"), [("breakout", "Breakout"), ("pong", "Pong")])
+def test_frames_are_those_of_gymnasium(atari, game, name):
+    """For the same actions: observations, rewards and ends, over several games of Breakout."""
+    ours = atari.AtariGames(1, False, game=game, **START)
+    env = AtariPreprocessing(gym.make(f"{name}NoFrameskip-v4"), noop_max=0)
+    theirs = FrameStackObservation(env, 4, padding_type="zero")
+    rng, (obs, _), (expected, _) = np.random.default_rng(0), ours.reset(seed=0), theirs.reset(seed=0)
+    np.testing.assert_array_equal(obs[0], expected)
+    ends = 0
+    for _ in range(500):
+        action = rng.integers(ours.single_action_space.n, size=1)
+        obs, reward, terminated, truncated, info = ours.step(action)
+        expected, *facts, _ = theirs.step(action[0])
+        assert [reward[0], terminated[0], truncated[0]] == facts
+        np.testing.assert_array_equal(info["final_obs"][0] if terminated[0] else obs[0], expected)
+        if terminated[0]:
+            np.testing.assert_array_equal(obs[0], theirs.reset()[0])
+            ends += 1
+    assert ends > 1 or name == "Pong"
+
+
+@pytest.mark.parametrize("env_id", ["PongNoFrameskip-v4", "ALE/Pong-v5"])
+def test_a_reset_leaves_nothing_of_what_was_before(atari, env_id):
+    """On which resuming rests: a seed alone decides the games, sticky actions included."""
+
+    def play(envs, seed: int) -> np.ndarray:
+        rng, frames = np.random.default_rng(0), [envs.reset(seed=seed)[0]]
+        frames += [envs.step(rng.integers(6, size=2))[0] for _ in range(60)]
+        return np.stack(frames)
+
+    envs, others = (atari.make_atari_envs(env_id, 2) for _ in range(2))
+    first = play(envs, 2**32 - 1)
+    play(envs, 5)
+    np.testing.assert_array_equal(first, play(envs, 2**32 - 1))
+    np.testing.assert_array_equal(first, play(others, 2**32 - 1))
+    assert (first != play(envs, 6)).any()
+
+
+def test_every_transition_is_learned_from_once(atari, train, monkeypatch):
+    """Observations, actions, signs of rewards, ends by a lost life too, values of what was cut off."""
+    histories, passes, calls, losses = games(atari, monkeypatch), [], [], []
+    forward, name = atari.AtariAgent.forward, f"{atari.SCRIPT.removesuffix('_atari')}_loss"
+
+    def record(function, into):
+        def wrapper(*args):
+            result = function(*args)
+            into.append((tuple(x.clone() if torch.is_tensor(x) else x for x in args), result))
+            return result
+
+        return wrapper
+
+    monkeypatch.setattr(atari.AtariAgent, "forward", record(forward, passes))
+    monkeypatch.setattr(atari, "n_step_returns", record(atari.n_step_returns, calls))
+    monkeypatch.setattr(atari, name, record(getattr(atari, name), losses))
+    settings = {"env_id": "PlainRL/SpaceInvaders-v0", "eval_interval": 0, "gamma": 0.9}
+    train(**settings, total_timesteps=720, checkpoint_interval=10_000)
+    history = histories[1]  # of the training games; the first are for evaluation
+    actions, obs, rewards, terminated, truncated, infos = (list(x) for x in zip(*history[1:], strict=True))
+    observations = [history[0][1], *obs]
+    assert len(actions) == 720 / 3
+    assert np.max(rewards) > 1
+    assert np.any(terminated)
+    assert np.any(truncated)
+
+    def value(agent_output) -> torch.Tensor:
+        logits, critic = (x.detach() for x in agent_output)
+        return (logits.softmax(-1) * critic).sum(-1) if critic.shape[-1] > 1 else critic[:, 0]
+
+    queue = iter(passes)
+    for update, ((arguments, returns), (loss_arguments, _)) in enumerate(zip(calls, losses, strict=True)):
+        bootstraps = np.zeros((5, 3), np.float32)
+        for t in range(5):
+            step = 5 * update + t
+            (_, seen), (logits, critic) = next(queue)
+            np.testing.assert_array_equal(seen, observations[step])
+            assert torch.equal(loss_arguments[0][3 * t : 3 * t + 3], logits)
+            assert torch.equal(loss_arguments[1][3 * t : 3 * t + 3].reshape(critic.shape), critic)
+            if (cut_off := truncated[step] & ~terminated[step]).any():
+                (_, seen), output = next(queue)
+                np.testing.assert_array_equal(seen, infos[step]["final_obs"][cut_off])
+                bootstraps[t, cut_off] = value(output)
+        (_, seen), output = next(queue)
+        np.testing.assert_array_equal(seen, observations[5 * update + 5])
+        rows = slice(5 * update, 5 * update + 5)
+        np.testing.assert_array_equal(arguments[0], np.sign(rewards[rows]))
+        np.testing.assert_allclose(arguments[1], bootstraps, rtol=1e-6)
+        np.testing.assert_array_equal(arguments[2], np.array(terminated[rows]) | truncated[rows])
+        np.testing.assert_allclose(arguments[3], value(output), rtol=1e-6)
+        assert arguments[4] == 0.9
+        np.testing.assert_array_equal(loss_arguments[2], np.concatenate(actions[rows]))
+        assert torch.equal(loss_arguments[3], returns.flatten())
+    assert next(queue, None) is None
+
+
+def test_reported_scores_are_those_of_the_games(atari, train, monkeypatch):
+    """The console, given the same actions, counts the same score for each game with all its lives."""
+    long = {"game": "breakout", "frameskip": 4, "max_num_frames_per_episode": 10_000, **START}
+    if "PlainRL/LongBreakout-v0" not in gym.registry:
+        gym.register("PlainRL/LongBreakout-v0", "ale_py.env:AtariEnv", kwargs=long)
+    histories = games(atari, monkeypatch)
+    settings = {"env_id": "PlainRL/LongBreakout-v0", "eval_interval": 0, "num_envs": 2}
+    checkpoint = train(**settings, total_timesteps=1500, checkpoint_interval=10_000)
+    console = ale_py.ALEInterface()
+    console.setFloat("repeat_action_probability", 0.0)
+    console.loadROM(ale_py.roms.get_rom_path("breakout"))
+    scores = []
+    for i in range(2):
+        console.reset_game()
+        score, length, lives = 0, 0, []
+        for step, (actions, *_) in enumerate(histories[1][1:]):
+            score += sum(console.act(console.getMinimalActionSet()[actions[i]]) for _ in range(4))
+            lives.append(console.lives())
+            length += 1
+            if console.game_over():
+                scores.append((step, i, score, length))
+                assert len(set(lives)) > 3
+                console.reset_game()
+                score, length, lives = 0, 0, []
+    assert len(scores) >= 4
+    assert any(score for _, _, score, _ in scores)
+    assert checkpoint["recent"] == [[score, length] for _, _, score, length in sorted(scores)]
+
+
+class Lamp(gym.vector.VectorEnv):
+    """Reward 1 for the action that names the quarter of the picture that is lit, 10 times in each game."""
+
+    single_observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    single_action_space = gym.spaces.Discrete(4)
+
+    def __init__(self, num_envs: int):
+        self.num_envs, self.envs = num_envs, [self]
+
+    def reset(self, *, seed=None, options=None):
+        self.rng, self.time = np.random.default_rng(seed), 0
+        return self.light(), {"episode_frame_number": np.zeros(self.num_envs, int)}
+
+    def light(self) -> np.ndarray:
+        self.lit, obs = (
+            self.rng.integers(4, size=self.num_envs),
+            np.zeros((self.num_envs, 4, 84, 84), np.uint8),
+        )
+        for picture, lit in zip(obs, self.lit, strict=True):
+            picture[:, 42 * (lit // 2) :, 42 * (lit % 2) :][:, :42, :42] = 255
+        return obs
+
+    def step(self, actions):
+        rewards, self.time = (actions == self.lit).astype(np.int32), self.time + 1
+        ends = np.full(self.num_envs, self.time % 10 == 0)
+        info = {"episode_frame_number": np.full(self.num_envs, self.time % 10)}
+        return self.light(), rewards, ends, np.zeros_like(ends), info
+
+
+def test_learns_what_chance_does_not_reach(atari, train, monkeypatch):
+    """Chance is right in 2.5 of 10; after 200 updates the sampled policy is in 9."""
+    monkeypatch.setattr(atari, "make_atari_envs", lambda env_id, num_envs, *_, **__: Lamp(num_envs))
+    settings = {"num_envs": 8, "total_timesteps": 200 * 40, "checkpoint_interval": 100_000}
+    checkpoint = train(**settings, eval_interval=0, learning_rate=3e-4)
+    assert np.mean(checkpoint["recent"], axis=0)[0] > 9
+
+
+def test_same_seed_gives_the_same_bits_whatever_is_evaluated(train):
+    first = train("first")
+    assert_same(first, train("second", eval_interval=0) | {"args": first["args"]})
+    other = train("third", seed=2, eval_interval=0)
+    assert not torch.isclose(first["agent"]["hidden.weight"], other["agent"]["hidden.weight"]).all()
+
+
+def test_killed_twice_and_resumed_equals_uninterrupted(atari, train, tmp_path):
+    """In an update, and between the two files of a checkpoint."""
+    short = {"env_id": "BreakoutNoFrameskip-v4", "total_timesteps": 240, "eval_interval": 120}
+    reference, start = train("whole", **short), [*flags(SHORT_RUN | short), "--run-dir", "killed"]
+    for function, call in (("n_step_returns", 10), ("replace", 3)):
+        killed = run_python("-c", KILLER, atari.__file__, function, call, *start, cwd=tmp_path)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        start = ["--resume", "killed"]
+    resumed = run_script(atari.SCRIPT, *start, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same(torch.load(tmp_path / "killed/checkpoint.pt", weights_only=True), reference)
+    ours, theirs = (scalars(tmp_path / name) for name in ("killed", "whole"))
+    for logged in (ours, theirs):
+        logged["charts/SPS"] = [step for step, _ in logged["charts/SPS"]]
+    assert ours == theirs
+    assert (tmp_path / "killed/evaluations.csv").read_text() == Path("whole/evaluations.csv").read_text()
+
+
+def test_run_folder(atari, train):
+    train()
+    names = sorted(re.sub(r"^(events\.out\.tfevents).*", r"\1", path.name) for path in Path("run").iterdir())
+    assert names == ["checkpoint.pt", "config.json", "evaluations.csv", "events.out.tfevents", "model.pt"]
+    logged = scalars(Path("run"))
+    own = {"values/q_mean", "values/q_spread", "values/state_values", "values/q_gap"}
+    assert logged.keys() == TAGS | (own if atari.ACTION_VALUES else set())
+    assert [step for step, _ in logged["losses/total"]] == [120, 240, 360, 480]
+    assert [step for step, _ in logged["eval/return_mean"]] == [180, 360, 480]
+    least, mean, greatest = (logged[f"charts/episodic_return{x}"][-1][1] for x in ("_min", "", "_max"))
+    assert least <= mean <= greatest
+    rates = [rate for _, rate in logged["charts/learning_rate"]]
+    assert rates == pytest.approx([7e-4 * (1 - (step - 15) / 480) for step in (120, 240, 360, 480)])
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_saved_policy_scores_what_training_reported(atari, train, main, capfd, greedy):
+    train(greedy=greedy, capture_video=True)
+    capfd.readouterr()
+    rows = [line.split(",") for line in Path("run/evaluations.csv").read_text().splitlines()[-2:]]
+    seed = atari.derive_seed(1, 480, 2)
+    options = ["--eval-episodes", 2, "--seed", seed, *(["--greedy"] if greedy else []), "--capture-video"]
+    main("--evaluate", "run", *options)
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[:2] == [
+        f"episode {i}: return {float(row[2]):.2f}, length {row[3]}" for i, row in enumerate(rows)
+    ]
+    videos = [Path("videos/run/step_480.mp4"), Path("videos/run", "greedy.mp4" if greedy else "sampled.mp4")]
+    for video in videos:
+        frames = list(iio.imiter(video, plugin="FFMPEG"))
+        assert len(frames) == int(rows[0][3])
+        assert frames[0].shape == (432, 320, 3)
+        assert np.ptp(frames[0].astype(int), axis=-1).max() > 100  # colours
+
+
+def test_video_shows_the_game_that_is_played(atari):
+    """The colours of the first game, in grey and shrunk, are the frame that the policy sees."""
+    envs, rng = atari.make_atari_envs("PongNoFrameskip-v4", 2, render=True), np.random.default_rng(0)
+    envs.reset(seed=7)
+    for _ in range(150):
+        obs = envs.step(rng.integers(6, size=2))[0]
+    picture = torch.from_numpy(envs.render()[6:-6].mean(-1, dtype=np.float32))
+    small = F.interpolate(picture[None, None], (84, 84), mode="area")[0, 0]
+    similarity = [np.corrcoef(small.flatten(), frames[-1].flatten())[0, 1] for frames in obs]
+    assert similarity[0] > 0.95
+
+
+def test_bf16_is_close_to_float32(atari):
+    torch.manual_seed(0)
+    agent, obs = atari.AtariAgent(6, 6, False), torch.randint(256, (8, 4, 84, 84), dtype=torch.uint8)
+    exact = agent(obs)
+    agent.bf16 = True
+    for x, y in zip(exact, agent(obs), strict=True):
+        assert y.dtype == torch.float32
+        assert 0 < (x - y).abs().max() < 0.02 * x.abs().max()
+
+
+@pytest.mark.parametrize("env_id", ["ALE/SpaceInvaders-v5", "PongNoFrameskip-v4"])
+def test_games_of_gymnasium_and_bf16(train, env_id):
+    checkpoint = train(env_id=env_id, eval_interval=0, bf16=True, total_timesteps=30)
+    assert all(x.isfinite().all() for x in checkpoint["agent"].values())
+
+
+def test_non_finite_gradient_stops_the_run(atari, train, monkeypatch):
+    calls = iter(range(1000))
+    returns = atari.n_step_returns
+    monkeypatch.setattr(
+        atari, "n_step_returns", lambda *x: returns(*x) * (math.nan if next(calls) == 9 else 1)
+    )
+    with pytest.raises(SystemExit, match=r"error: non-finite .* step 150; .* run/checkpoint.pt"):
+        train()
+    assert torch.load("run/checkpoint.pt", weights_only=True)["global_step"] == 120
+
+
+@pytest.fixture
+def refusal(atari, main, tmp_path, monkeypatch, capfd):
+    """Runs the script beside a finished run; returns its one line of error."""
+    monkeypatch.chdir(tmp_path)
+    atari.train(atari.Args(**(SHORT_RUN | {"total_timesteps": 15, "eval_interval": 0}), run_dir=Path("run")))
+    capfd.readouterr()
+
+    def run(*arguments) -> str:
+        before = contents(tmp_path)
+        with pytest.raises(SystemExit) as stopped:
+            main(*arguments)
+        stderr = capfd.readouterr().err
+        assert contents(tmp_path) == before
+        assert stopped.value.code == 2, stderr
+        assert re.fullmatch(r"error: .+\n", stderr), stderr
+        return stderr
+
+    return run
+
+
+def test_bad_input(atari, refusal):
+    for arguments, hint in {
+        ("--env-id", "PongNoFrameskip-v9"): "v4",
+        ("--env-id", "PongNoFrameskop-v4"): "PongNoFrameskip",
+        ("--env-id", "CartPole-v1"): "Atari",
+        ("--env-id", "Pong-v4"): "NoFrameskip-v4",
+        ("--gamma", "1.1"): "--gamma",
+        ("--rms-alpha", "nan"): "--rms-alpha",
+        ("--num-envs", "0"): "--num-envs",
+        ("--vf-coef", "-1"): "--vf-coef",
+        ("--run-dir", "run"): "--resume run",
+        ("--resume", "nowhere"): "nowhere",
+        ("--resume", "run", "--env-id", "PongNoFrameskip-v4"): "PlainRL/Breakout-v0",
+        ("--evaluate", "run", "--env-id", "PongNoFrameskip-v4"): "PlainRL/Breakout-v0",
+    }.items():
+        assert hint in refusal(*arguments)
+    for name, file in (("--resume", "checkpoint.pt"), ("--evaluate", "model.pt")):
+        state = torch.load(Path("run", file), weights_only=True)
+        (other,) = set(SCRIPTS) - {atari.SCRIPT}
+        torch.save(state | {"script": other}, Path("run", file))
+        assert other in refusal(name, "run")
+        torch.save(state | {"agent": {}}, Path("run", file))
+        assert "weights" in refusal(name, "run")
+        shutil.copy(atari.__file__, Path("run", file))
+        assert "damaged" in refusal(name, "run")
+
+
+# What only A2C has.
+
+
+def test_a2c_loss_and_gradient_are_those_of_stable_baselines3(a2c):
+    """The same weights, frames, actions and returns in both."""
+    num_steps, num_envs, num_actions = 5, 3, 6
+
+    class Still(gym.Env):
+        observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+        action_space = gym.spaces.Discrete(num_actions)
+
+    torch.manual_seed(0)
+    args = a2c.Args(ent_coef=0.03, vf_coef=0.4)
+    agent = a2c.AtariAgent(num_actions, 1, False)
+    torch.nn.init.normal_(agent.policy.weight, std=0.3)
+    settings = {"n_steps": num_steps, "ent_coef": args.ent_coef, "vf_coef": args.vf_coef, "gae_lambda": 1.0}
+    peer = A2C("CnnPolicy", DummyVecEnv([Still] * num_envs), **settings, max_grad_norm=1e9, device="cpu")
+    layers = [*peer.policy.features_extractor.modules(), peer.policy.action_net, peer.policy.value_net]
+    layers = [layer for layer in layers if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear)]
+    for ours, theirs in zip(agent.children(), layers, strict=True):
+        theirs.load_state_dict(ours.state_dict())
+    obs = torch.randint(256, (num_steps, num_envs, 4, 84, 84), dtype=torch.uint8)
+    actions = torch.randint(num_actions, (num_steps, num_envs))
+    rewards, done = torch.randn(num_steps, num_envs), torch.rand(num_steps, num_envs) < 0.2
+    last_values, values = torch.randn(num_envs), agent(obs.flatten(0, 1))[1].view(num_steps, num_envs)
+
+    buffer, starts = peer.rollout_buffer, np.zeros(num_envs)
+    for t in range(num_steps):
+        facts = (obs[t].numpy(), actions[t, :, None].numpy(), rewards[t].numpy(), starts)
+        buffer.add(*facts, values[t].detach(), torch.zeros(num_envs))
+        starts = done[t].numpy()
+    buffer.compute_returns_and_advantage(last_values, starts)
+    logged = {}
+    peer.set_logger(SimpleNamespace(record=lambda name, value, **_: logged.update({name: value})))
+    peer.lr_schedule = lambda _: 0.0
+    peer.train()
+
+    returns = a2c.n_step_returns(rewards, torch.zeros_like(rewards), done, last_values, args.gamma)
+    logits, values = agent(obs.flatten(0, 1))
+    loss, policy_loss, value_loss, entropy = a2c.a2c_loss(
+        logits, values.squeeze(-1), actions.flatten(), returns.flatten(), args
+    )
+    loss.backward()
+    assert policy_loss.item() == pytest.approx(logged["train/policy_loss"], abs=1e-5)
+    assert value_loss.item() == pytest.approx(logged["train/value_loss"], abs=1e-5)
+    assert -entropy.item() == pytest.approx(logged["train/entropy_loss"], abs=1e-5)
+    for ours, theirs in zip(agent.children(), layers, strict=True):
+        for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(x.grad, y.grad, atol=1e-5, rtol=1e-5)
+
+
+# What only the Q critic has.
+
+
+def random_batch(seed: int) -> tuple[torch.Tensor, ...]:
+    """Logits and Q values (16, 5), actions and returns (16,)."""
+    rng = torch.Generator().manual_seed(seed)
+    logits, q_values = torch.randn(2, 16, 5, generator=rng, dtype=torch.float64).requires_grad_().unbind()
+    return logits, q_values, torch.randint(5, (16,), generator=rng), torch.randn(16, generator=rng).double()
+
+
+@pytest.mark.parametrize("baseline", ["none", "value"])
+@pytest.mark.parametrize("seed", range(5))
+def test_actor_gradient_is_the_closed_form(qcritic, baseline, seed):
+    """In each logit, pi(a) (Q(a) - sum pi Q) / batch; and nothing of it reaches the Q values."""
+    logits, q_values, actions, returns = random_batch(seed)
+    _, policy_loss, *_ = qcritic.qcritic_loss(
+        logits, q_values, actions, returns, qcritic.Args(baseline=baseline)
+    )
+    in_logits, in_q_values = torch.autograd.grad(-policy_loss, (logits, q_values), allow_unused=True)
+    probs = logits.softmax(-1)
+    expected = probs * (q_values - (probs * q_values).sum(-1, keepdim=True)) / 16
+    torch.testing.assert_close(in_logits, expected, atol=1e-14, rtol=1e-10)
+    assert in_q_values is None
+
+
+def test_critic_loss_touches_the_taken_action_alone(qcritic):
+    logits, q_values, actions, returns = random_batch(0)
+    _, _, value_loss, _ = qcritic.qcritic_loss(logits, q_values, actions, returns, qcritic.Args())
+    in_logits, in_q_values = torch.autograd.grad(value_loss, (logits, q_values), allow_unused=True)
+    taken = F.one_hot(actions, 5).double()
+    torch.testing.assert_close(in_q_values, 2 / 16 * taken * (q_values - returns.unsqueeze(-1)))
+    assert in_logits is None
+
+
+def test_total_is_the_weighted_sum(qcritic):
+    args = qcritic.Args(pg_coef=0.3, vf_coef=0.7, ent_coef=0.2)
+    total, policy_loss, value_loss, entropy = qcritic.qcritic_loss(*random_batch(0), args)
+    assert total.item() == pytest.approx((0.3 * policy_loss + 0.7 * value_loss - 0.2 * entropy).item())
+    probs = random_batch(0)[0].softmax(-1)
+    assert entropy.item() == pytest.approx(-(probs * probs.log()).sum(-1).mean().item())
+
+
+def test_baselines_give_a_whole_network_the_same_gradient(qcritic):
+    torch.manual_seed(0)
+    agent = qcritic.AtariAgent(5, 5, False)
+    obs = torch.randint(256, (8, 4, 84, 84), dtype=torch.uint8)
+    _, _, actions, returns = (x[:8] for x in random_batch(0))
+    returns = returns.float()
+
+    def gradients(baseline: str) -> list[torch.Tensor]:
+        agent.zero_grad()
+        logits, q_values = agent(obs)
+        args = qcritic.Args(baseline=baseline)
+        loss, policy_loss, *_ = qcritic.qcritic_loss(logits, q_values, actions, returns, args)
+        heads = (agent.policy.weight, agent.critic.weight)
+        in_policy, in_critic = torch.autograd.grad(policy_loss, heads, retain_graph=True, allow_unused=True)
+        assert in_policy.abs().max() > 0
+        assert in_critic is None
+        loss.backward()
+        return [p.grad.clone() for p in agent.parameters()]
+
+    for x, y in zip(gradients("none"), gradients("value"), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-4)
+
+
+def test_expected_values(qcritic):
+    logits, q_values = torch.tensor([[0.0, math.log(3)]]), torch.tensor([[4.0, 8.0]])
+    assert qcritic.expected_values(logits, q_values).tolist() == pytest.approx([7.0])
