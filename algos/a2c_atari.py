@@ -28,9 +28,9 @@ R being the n-step return: the rewards of the rollout from here on, and V of the
 In training a reward counts by its sign and a lost life as the end of an episode, after which the game goes
 on; every return that is reported is the score of a whole game. A step is an action, which lasts 4 frames.
 
-RMSprop divides a gradient g by sqrt(E[g^2]) + eps, as PyTorch has it. The paper and TensorFlow have
-sqrt(E[g^2] + eps), which makes a hundred times smaller steps as long as gradients are small against
-sqrt(eps), and A2C's are: Pong is then still lost 20 to 1 when the other form has won it.
+RMSprop divides a gradient g by sqrt(E[g^2]) + eps, as PyTorch has it. TensorFlow's sqrt(E[g^2] + eps) makes
+far smaller steps as long as gradients are small against sqrt(eps) = 0.003, as they are here: early on Pong
+their norm is about 0.4 over 1.7 million weights, 0.0003 for one of them.
 
 A run is a function of its arguments: at each checkpoint every generator is reseeded and the environments are
 reset from (seed, global step), so that a run that was killed and resumed ends with the same bits as one that

@@ -1,55 +1,583 @@
-"""Final evaluations of finished runs as a Markdown table.
+"""Figures and a Markdown page of finished runs.
 
-    python benchmark/report.py benchmark/results/ppo_continuous/*/*
+    python benchmark/report.py benchmark/results --out benchmark/results    # this repository's page
+    python benchmark/report.py runs/A runs/B --out report                   # any runs, CleanRL's too
+    python benchmark/report.py benchmark/results/ppo --table                # the final returns, printed
 
-One row for each environment and script: the mean over seeds of the last evaluation's mean return, the
-standard error of that mean over seeds, and the lowest and highest seed.
+RUNS are run folders, or folders that hold some. A run is a config.json and an evaluations.csv, with a
+progress.csv or TensorBoard events beside them, or events alone in a folder that CleanRL named,
+<env id>__<exp name>__<seed>__<unix time>. The runs in one folder (of a grid) make a section of the page,
+those on one environment a figure, those of one script with the same settings, whatever their seed, a curve.
+Where one numeric setting has three values or more, the figure shows what the runs end with against it.
+
+A run ends with its last evaluation, or without any with its last 100 episodes of training. references.toml
+has the published returns that stand beside it.
 """
 
-import csv
+import contextlib
+import io
 import json
-import math
-import statistics
+import re
+import shlex
+import sys
+import textwrap
+import tomllib
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, NoReturn
 
+import matplotlib
+import numpy as np
+import pandas as pd
 import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
+from rliable.library import get_interval_estimates
+from scipy.stats import trim_mean
+
+BENCHMARK = Path(__file__).resolve().parent
+TAGS = ("charts/episodes", "charts/episodic_return", "charts/return_mean_100", "charts/SPS")
+EPISODES, RETURN, RECENT, SPS = TAGS
+VERSIONS = ("python", "gymnasium", "mujoco", "ale-py", "numpy", "torch", "stable-baselines3")
+# What config.json holds beside the settings that make one curve another.
+NOT_SETTINGS = {"script", "env_id", "seed", "run_dir", "resume", "evaluate", "device", "torch_threads"}
+NOT_SETTINGS |= {"eval_interval", "eval_episodes", "checkpoint_interval", "capture_video", "track"}
+NOT_SETTINGS |= {"wandb_project", "wandb_entity", "git_commit", "cpu", "gpu", *VERSIONS}
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
+LINES = ("-", "--", ":", "-.")  # of the first seven curves, the next seven, ...
+STYLE = {"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False}
+STYLE |= {"axes.grid": True, "grid.alpha": 0.3, "lines.linewidth": 1.4, "legend.frameon": False}
+HEAD = """# Results
+
+A section is a grid of runs, a figure one of its environments. Training: the returns of the episodes trained
+on, averaged in 50 bins; the band is the standard error over seeds. Evaluation: episodes in environments of
+their own; the band is the standard error over all episodes of all seeds or, about the interquartile mean of
+the seeds' means, the 95% bootstrap interval over seeds (by rliable). Dotted: published. In the tables, mean
+and standard error are over seeds, and the time is that of training, without evaluations. All of it made by"""
 
 
 @dataclass
 class Args:
     runs: Annotated[list[Path], tyro.conf.Positional]
-    """run folders, each with a config.json and an evaluations.csv"""
+    """run folders, or folders that hold some"""
+    out: Path = Path("report")
+    """folder that README.md and figures/ are written to"""
+    table: bool = False
+    """only print the table of what the runs end with"""
+    x: Literal["auto", "steps", "episodes"] = "auto"
+    """horizontal axis of learning curves (auto: episodes where --total-episodes limits a run, else steps)"""
+    threshold: float | None = None
+    """mean return to tell the time to (default: that of the environment in references.toml)"""
 
 
-def last_evaluation(run: Path) -> tuple[int, list[float]]:
-    """Step and returns of a run's last evaluation."""
-    with (run / "evaluations.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    step = int(rows[-1]["global_step"])
-    return step, [float(row["return"]) for row in rows if int(row["global_step"]) == step]
+@dataclass
+class Run:
+    folder: Path
+    config: dict
+    evaluations: pd.DataFrame  # global_step, return: a row for each episode
+    progress: pd.DataFrame  # global_step, hours and those of TAGS that were logged, with gaps
+
+    def at(self, column: str, steps: np.ndarray) -> np.ndarray:
+        """A column of progress, interpolated at environment steps; NaN where the run does not tell."""
+        if column not in self.progress:
+            return np.full(len(steps), np.nan)
+        known = self.progress.dropna(subset=[column])
+        return np.interp(steps, known["global_step"], known[column])
+
+    def mean_returns(self) -> pd.Series:
+        """Mean returns by step: of each evaluation, or without any of the latest 100 episodes of training."""
+        if not self.evaluations.empty:
+            return self.evaluations.groupby("global_step")["return"].mean()
+        training = self.progress.set_index("global_step")
+        recent = training[RECENT] if RECENT in training else training[RETURN].dropna().rolling(100, 1).mean()
+        return recent.dropna()
 
 
-def table(runs: list[Path]) -> list[str]:
-    """The table's lines, environments in alphabetical order."""
+def error(message: str) -> NoReturn:
+    """Refuse bad input: one line on standard error, exit status 2."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def find_runs(paths: list[Path], out: Path) -> list[Path]:
+    """Run folders at or below the paths, each once."""
+    found = {}
+    for path in paths:
+        files = [*path.rglob("config.json"), *path.rglob("events.out.tfevents*")]
+        # A shell's RESULTS/*/ has the figures of the last report among the grids.
+        if not files and path.resolve() != (out / "figures").resolve():
+            error(f"there is no run in {path}")
+        found |= {file.parent.resolve(): file.parent for file in files}
+    return sorted(found.values())
+
+
+def read_events(folder: Path) -> pd.DataFrame:
+    """The scalars of a folder's TensorBoard events, those of one step averaged."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    columns = {
+        tag: pd.DataFrame(events.Scalars(tag)).groupby("step")["value"].mean()
+        for tag in TAGS
+        if tag in events.Tags()["scalars"]
+    }
+    return pd.DataFrame(columns).rename_axis("global_step").reset_index()
+
+
+def read_run(folder: Path) -> Run:
+    """A run folder of a script, of peers.py or of CleanRL."""
+    names = folder.resolve().name.split("__")
+    progress, evaluations = (
+        pd.DataFrame(columns=["global_step"]),
+        pd.DataFrame(columns=["global_step", "return"]),
+    )
+    try:
+        if own := (folder / "config.json").exists():
+            config = json.loads((folder / "config.json").read_text())
+            config.setdefault("script", script_of(folder, config["env_id"]))
+        elif len(names) == 4:
+            config = {"env_id": names[0], "script": names[1], "seed": int(names[2])}
+        else:
+            error(f"{folder} has no config.json, nor a name like <env id>__<exp name>__<seed>__<unix time>")
+        if (folder / "evaluations.csv").exists():
+            evaluations = pd.read_csv(folder / "evaluations.csv")[["global_step", "return"]].astype(float)
+        if (folder / "progress.csv").exists():
+            progress = pd.read_csv(folder / "progress.csv").dropna(axis="columns", how="all")
+            progress["global_step"] = progress["global_step"].astype(float)
+        elif any(folder.glob("events.out.tfevents*")):
+            progress = read_events(folder)
+        if SPS in progress:
+            # The scripts log the speed since the row before, CleanRL that since the start.
+            steps, speed = progress["global_step"], progress[SPS].bfill().ffill()
+            progress["hours"] = (steps.diff().fillna(steps) / speed).cumsum() if own else steps / speed
+            progress["hours"] /= 3600
+    except (OSError, ValueError, KeyError, TypeError) as exception:
+        error(f"cannot read the run {folder}: {type(exception).__name__}: {exception}")
+    if evaluations.empty and RETURN not in progress:
+        error(f"{folder} holds neither an evaluation nor a return in training")
+    return Run(folder, config, evaluations, progress)
+
+
+def grid_of(folder: Path, env_id: str) -> Path:
+    """The folder of the grid of a run: the first above it that is not named for the environment."""
+    return folder.parent.parent if folder.resolve().parent.name == env_id else folder.parent
+
+
+def script_of(folder: Path, env_id: str) -> str:
+    """The script that a run folder is named for, or else its grid: for a config.json that does not tell."""
+    names = folder.resolve().name.split("__")
+    named = [name for name in names if name != env_id.replace("/", "-") and not name.startswith("seed")]
+    return named[0] if len(names) > 1 and named else grid_of(folder, env_id).resolve().name
+
+
+def group(runs: list[Run], names: list[str]) -> dict[tuple, list[Run]]:
+    """Runs by their values of settings, in order of these."""
     groups = defaultdict(list)
     for run in runs:
-        config = json.loads((run / "config.json").read_text())
-        groups[config["env_id"], "greedy" if config["greedy"] else "sampled"].append(last_evaluation(run))
-    lines = ["| environment | steps | seeds | episodes each | mean return | lowest to highest seed |"]
-    lines.append("|---|---|---|---|---|---|")
-    for (env_id, mode), evaluations in sorted(groups.items()):
-        means = [statistics.mean(returns) for _, returns in evaluations]
-        stderr = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
-        steps = max(step for step, _ in evaluations)
-        lines.append(
-            f"| {env_id} | {steps:,} | {len(means)} | {len(evaluations[0][1])} {mode} "
-            f"| {statistics.mean(means):,.0f} ± {stderr:,.0f} | {min(means):,.0f} to {max(means):,.0f} |"
+        groups[tuple(run.config.get(name) for name in names)].append(run)
+    return dict(sorted(groups.items(), key=lambda item: [(str(type(value)), value) for value in item[0]]))
+
+
+def differing(runs: list[Run]) -> list[str]:
+    """The settings that are not the same in all runs of a script."""
+    names = dict.fromkeys(name for run in runs for name in run.config if name not in NOT_SETTINGS)
+    return [name for name in names if len({repr(run.config.get(name)) for run in runs}) > 1]
+
+
+def by_settings(runs: list[Run], names: list[str]) -> dict[str, list[Run]]:
+    """Runs by their values of settings, these in words."""
+    words = [
+        [f"{name.replace('_', ' ')} {value}" for name, value in zip(names, values, strict=True)]
+        for values in group(runs, names)
+    ]
+    return {", ".join(w): seeds for w, seeds in zip(words, group(runs, names).values(), strict=True)}
+
+
+def curves(runs: list[Run]) -> dict[str, list[Run]]:
+    """Runs on one environment by script and settings; a name says what the curves do not share."""
+    scripts = group(runs, ["script"])
+    return {
+        ": ".join(filter(None, [script if len(scripts) > 1 or not settings else "", settings])): seeds
+        for (script,), same in scripts.items()
+        for settings, seeds in by_settings(same, differing(same)).items()
+    }
+
+
+def swept_setting(runs: list[Run]) -> str | None:
+    """The one numeric setting with three values or more, if runs of one script have just one such."""
+    values = {name: {run.config.get(name) for run in runs} for name in differing(runs)}
+    swept = [n for n, vs in values.items() if len(vs) > 2 and all(type(v) in (int, float) for v in vs)]
+    return swept[0] if len(swept) == 1 else None
+
+
+def interval(scores: np.ndarray, statistic: Callable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A statistic over seeds of scores (seeds, points), and its 95% bootstrap interval; each (points,)."""
+    np.random.seed(0)  # noqa: NPY002 - rliable 1.2 draws from here, whatever random_state it is given
+    scores = {"": scores[:, None]}  # rliable's second axis is the task
+    estimate, bounds = get_interval_estimates(scores, lambda sample: statistic(sample)[0], reps=2000)
+    return estimate[""], *bounds[""]
+
+
+mean = partial(np.mean, axis=0)
+iqm = partial(trim_mean, proportiontocut=0.25, axis=0)
+
+
+def stderr(values: np.ndarray) -> float:
+    """Standard error of the mean; NaN for a single value."""
+    return np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
+
+
+def evaluation_curve(runs: list[Run], axis: str) -> pd.DataFrame:
+    """mean and stderr over all evaluation episodes of all runs; iqm, low, high over the runs' means; by x.
+
+    x goes as far as every run does. Where the runs were not evaluated at the same x, it is evenly spaced, and
+    each run stands there with its latest evaluation.
+    """
+    evaluations = [list(run.evaluations.groupby("global_step")["return"]) for run in runs]
+    steps = [np.array([step for step, _ in evaluation]) for evaluation in evaluations]
+    xs = steps if axis == "steps" else [r.at(EPISODES, s) for r, s in zip(runs, steps, strict=True)]
+    first, last = max(x[0] for x in xs), min(x[-1] for x in xs)
+    grid = np.unique(np.concatenate([x[(x >= first) & (x <= last)] for x in xs]))
+    if len(grid) > max(map(len, xs)):
+        grid = np.linspace(first, last, max(map(len, xs)))
+    rows = []
+    for x in grid:
+        latest = [np.searchsorted(places, x, side="right") - 1 for places in xs]
+        rows.append([evaluation[i][1].to_numpy() for evaluation, i in zip(evaluations, latest, strict=True)])
+    episodes = [np.concatenate(row) for row in rows]
+    columns = {"mean": [e.mean() for e in episodes], "stderr": [stderr(e) for e in episodes]}
+    if rows:
+        bounds = interval(np.array([[returns.mean() for returns in row] for row in rows]).T, iqm)
+        columns |= dict(zip(("iqm", "low", "high"), bounds, strict=True))
+    return pd.DataFrame(columns, index=grid)
+
+
+def training_curve(runs: list[Run], axis: str, bins: int = 50) -> pd.DataFrame:
+    """mean and stderr over runs of the return in training, averaged in bins of x, as far as all go."""
+    rows = [run.progress.dropna(subset=[RETURN]) for run in runs]
+    xs = [row["global_step"].to_numpy() for row in rows]
+    if axis == "episodes":
+        xs = [run.at(EPISODES, x) for run, x in zip(runs, xs, strict=True)]
+    edges = np.linspace(0, min(x[-1] for x in xs), bins + 1)
+    binned = [
+        row[RETURN].groupby(pd.cut(x, edges, labels=False)).mean() for row, x in zip(rows, xs, strict=True)
+    ]
+    filled = [means.reindex(range(bins)).interpolate(limit_area="inside") for means in binned]
+    table = pd.DataFrame(filled).set_axis((edges[1:] + edges[:-1]) / 2, axis=1).dropna(axis=1)
+    return pd.DataFrame({"mean": table.mean(), "stderr": table.sem()})
+
+
+def sweep_curve(runs: list[Run], setting: str) -> pd.DataFrame:
+    """What runs end with by a setting: mean over seeds, its 95% interval low to high, and number of seeds."""
+    rows = {}
+    for (value,), seeds in group(runs, [setting]).items():
+        ends = np.array([[run.mean_returns().iloc[-1]] for run in seeds])
+        rows[value] = (*(x[0] for x in interval(ends, mean)), len(seeds))
+    return pd.DataFrame.from_dict(rows, "index", columns=["mean", "low", "high", "seeds"])
+
+
+@cache
+def references() -> dict:
+    return tomllib.loads((BENCHMARK / "references.toml").read_text())
+
+
+def published(runs: list[Run]) -> list[dict]:
+    """The references for the environment, algorithm and settings of any of the runs, lowest first."""
+
+    def matches(known: dict, config: dict) -> bool:
+        same = known["env_id"] == config["env_id"] and known["algorithm"] in config["script"].split("_")
+        return same and all(str(config.get(k)) in values for k, values in known.get("settings", {}).items())
+
+    known = [r for r in references()["reference"] if any(matches(r, run.config) for run in runs)]
+    return sorted(known, key=lambda reference: reference["value"])
+
+
+def draw_references(ax: Axes, runs: list[Run], label: bool) -> None:
+    known = published(runs)
+    for reference in known:
+        ax.axhline(reference["value"], color="0.3", lw=0.9, ls=":")
+        place = {"xy": (0.01, reference["value"]), "xycoords": ("axes fraction", "data"), "fontsize": 6.5}
+        if label:  # the highest above its line, others below, since two may lie close together
+            text = f"{reference['source']}: {reference['value']:,}"
+            ax.annotate(text, va="bottom" if reference is known[-1] else "top", **place)
+
+
+def render(figure: Figure, runs: list[Run], footer: str) -> bytes:
+    """The figure as PNG, with its legend, and the runs and commands behind it below."""
+    legends = [ax.get_legend_handles_labels() for ax in figure.axes]
+    lines = {
+        label: handle for handles, labels in legends for handle, label in zip(handles, labels, strict=True)
+    }
+    columns = max(1, 150 // (max(map(len, lines)) + 10))
+    title = {
+        "title": runs[0].config["env_id"],
+        "alignment": "left",
+        "title_fontproperties": {"weight": "bold"},
+    }
+    figure.legend(lines.values(), lines, loc="outside upper left", ncols=columns, **title)
+    figure.axes[0].yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    figure.supxlabel(footer, x=0.005, ha="left", fontsize=6.5, color="0.3")
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=150)
+    return png.getvalue()
+
+
+def learning_figure(named: dict[str, list[Run]], axis: str, footer: str) -> bytes:
+    """The curves of one environment: of training, of evaluations, and of these by the interquartile mean."""
+    runs = [run for seeds in named.values() for run in seeds]
+    if axis == "auto":
+        limited = any("total_episodes" in run.config for run in runs)
+        axis = "episodes" if limited and all(EPISODES in run.progress for run in runs) else "steps"
+    counted = {n: s for n, s in named.items() if axis == "steps" or all(EPISODES in r.progress for r in s)}
+    training = {
+        n: training_curve(s, axis) for n, s in counted.items() if all(RETURN in r.progress for r in s)
+    }
+    evaluated = {
+        n: evaluation_curve(s, axis) for n, s in counted.items() if not any(r.evaluations.empty for r in s)
+    }
+    modes = {"greedy " if run.config.get("greedy") else "sampled " for run in runs}
+    mode = modes.pop() if len(modes) == 1 else ""
+    panels = [
+        ("training\nmean ± standard error over seeds", training, "mean"),
+        (f"{mode}evaluation\nmean ± standard error over all episodes", evaluated, "mean"),
+        (f"{mode}evaluation\ninterquartile mean, 95% interval over seeds", evaluated, "iqm"),
+    ]
+    panels = [panel for panel in panels if panel[1]]
+    if not panels:
+        error(f"{runs[0].folder} and the runs beside it do not tell of {EPISODES}, which --x episodes needs")
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    for ax, (title, drawn, centre) in zip(axes, panels, strict=True):
+        for i, (name, curve) in enumerate((name, drawn.get(name)) for name in named):
+            if curve is not None:
+                line = {"color": COLOURS[i % 7], "ls": LINES[i // 7 % 4]}
+                error_band = curve["mean"] - curve["stderr"], curve["mean"] + curve["stderr"]
+                low, high = error_band if centre == "mean" else (curve["low"], curve["high"])
+                ax.plot(curve.index, curve[centre], label=f"{name}, {count(named[name], 'seed')}", **line)
+                ax.fill_between(curve.index, low, high, color=line["color"], alpha=0.2, lw=0)
+        draw_references(ax, runs, label=ax is axes[-1])
+        ax.set_title(title)
+        ax.set_xlabel("environment steps" if axis == "steps" else "episodes of training")
+        ax.xaxis.set_major_locator(MaxNLocator(5))
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes[0].margins(y=0.1)
+    axes[0].set_ylabel("return")
+    return render(figure, runs, footer)
+
+
+def sweep_figure(lines: dict[str, pd.DataFrame], runs: list[Run], setting: str, footer: str) -> bytes:
+    """What runs end with against a setting, the best value marked."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    ax = figure.subplots()
+    for i, (name, curve) in enumerate(lines.items()):
+        label = ", ".join(filter(None, [name, f"{curve['seeds'].min()} seeds for each value"]))
+        ax.plot(curve.index, curve["mean"], marker="o", ms=3, color=COLOURS[i % 7], label=label)
+        ax.fill_between(curve.index, curve["low"], curve["high"], color=COLOURS[i % 7], alpha=0.2, lw=0)
+        best = curve["mean"].idxmax()
+        ax.plot(best, curve["mean"][best], marker="*", ms=11, color=COLOURS[i % 7])
+        at = (best, curve["high"][best])
+        ax.annotate(f"best: {best:g}", at, (0, 3), textcoords="offset points", ha="center")
+    draw_references(ax, runs, label=True)
+    if min(run.config[setting] for run in runs) > 0:
+        ax.set_xscale("log")
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    ax.margins(y=0.15)
+    ax.set(xlabel=setting.replace("_", " "), ylabel="final return", title="mean and 95% interval over seeds")
+    return render(figure, runs, footer)
+
+
+def count(things: list, name: str) -> str:
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
+
+
+def number(value: float, like: float) -> str:
+    """With as many decimals as a return like the other one needs."""
+    return "-" if np.isnan(value) else f"{value:,.{0 if abs(like) >= 100 else 1 if abs(like) >= 10 else 3}f}"
+
+
+def duration(hours: list[float]) -> str:
+    """The median of times, in a unit that fits."""
+    median = np.median(hours) if hours else np.nan
+    if np.isnan(median):
+        return "-"
+    return next(
+        f"{median * n:.{d}f} {unit}"
+        for n, d, unit in ((1, 1, "h"), (60, 1, "min"), (3600, 0, "s"))
+        if median * n >= 1 or unit == "s"
+    )
+
+
+def markdown(rows: list[dict[str, str]]) -> list[str]:
+    """A table, without the columns in which nothing stands."""
+    columns = [name for name in rows[0] if any(row[name] not in ("", "-") for row in rows)]
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"] + [
+        f"| {' | '.join(row[name] for name in columns)} |" for row in rows
+    ]
+
+
+def final_row(name: str, runs: list[Run], full: bool) -> dict[str, str]:
+    """What the runs of a curve end with; full: with time, interquartile mean and published returns."""
+    finals = [run.mean_returns() for run in runs]
+    steps, means = ([f.index[-1] for f in finals], np.array([f.iloc[-1] for f in finals]))
+    show = partial(number, like=np.abs(means).max())
+    episodes = (runs[0].evaluations["global_step"] == steps[0]).sum()
+    mode = "greedy" if runs[0].config.get("greedy") else "sampled"
+    row = {
+        "environment": runs[0].config["env_id"],
+        "runs": name,
+        "steps": f"{max(steps):,.0f}",
+        "seeds": f"{len(runs)}",
+        "episodes each": f"{episodes} {mode}" if episodes else "100 in training",
+        "mean return": f"{show(means.mean())} ± {show(stderr(means))}" if len(runs) > 1 else show(means[0]),
+        "lowest to highest seed": f"{show(means.min())} to {show(means.max())}",
+    }
+    if full:
+        middle, low, high = (show(x[0]) for x in interval(means[:, None], iqm))
+        row["interquartile mean"] = f"{middle} ({low} to {high})" if len(runs) > 1 else ""
+        row["time"] = duration([run.at("hours", [step])[0] for run, step in zip(runs, steps, strict=True)])
+        row["published"] = "; ".join(
+            f"{r['source']} {r['value']:,}"
+            + (f" ± {r['spread']:,}" if "spread" in r else "")
+            + (f" ({EngFormatter(sep='')(r['steps'])} steps)" if "steps" in r else "")
+            for r in published(runs)
         )
-    return lines
+    return row
+
+
+def threshold_row(name: str, runs: list[Run], threshold: float) -> dict[str, str]:
+    """How many runs reached a mean return, and when: medians over those that did."""
+    means = [(run, run.mean_returns()) for run in runs]
+    reached = [(run, m.index[m >= threshold][:1]) for run, m in means if (m >= threshold).any()]
+    episodes = np.median([run.at(EPISODES, step) for run, step in reached]) if reached else np.nan
+    return {
+        "environment": runs[0].config["env_id"],
+        "runs": name,
+        "mean return": f"{threshold:,g}",
+        "reached by": f"{len(reached)} of {count(runs, 'seed')}",
+        "after steps": f"{np.median([step[0] for _, step in reached]):,.0f}" if reached else "-",
+        "after episodes": "-" if np.isnan(episodes) else f"{episodes:,.0f}",
+        "after": duration([run.at("hours", step)[0] for run, step in reached]),
+    }
+
+
+def sweep_line(name: str, curve: pd.DataFrame, env_id: str, setting: str) -> str:
+    """The best value, and the others that the data do not tell from it."""
+    best = curve["mean"].idxmax()
+    value, low, high = (
+        number(x, curve["mean"].abs().max()) for x in curve.loc[best, ["mean", "low", "high"]]
+    )
+    near = [f"{other:g}" for other in curve.index[curve["high"] >= curve["low"][best]] if other != best]
+    where, others = ", ".join(filter(None, [env_id, name])), f"those of {', '.join(near)}"
+    return (
+        f"- {where}: of {len(curve)} values of `{setting}` the best is **{best:g}**, with {value} "
+        f"({low} to {high}). Its interval overlaps {others if near else 'no other'}."
+    )
+
+
+def section(grid: str, runs: list[Run], args: Args) -> tuple[list[str], dict[str, bytes]]:
+    """The Markdown lines on one grid, and its figures by file name."""
+    toml = BENCHMARK / "grids" / f"{grid}.toml"
+    text = toml.read_text().splitlines() if toml.exists() else []
+    introduction = [
+        line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), text)
+    ]
+    folders = ", ".join(sorted({str(grid_of(run.folder, run.config["env_id"])) for run in runs}))
+    made = f", by python benchmark/run.py benchmark/grids/{grid}.toml" if text else ""
+    figures, sweeps, finals, times = {}, [], [], []
+    for (env_id,), same in group(runs, ["env_id"]).items():
+        seeds = group(same, ["seed"])
+        source = f"runs: {len(same)} in {folders}, {count(seeds, 'seed')}{made}"
+        footer = "\n".join(textwrap.shorten(line, 190) for line in (source, f"figure: {command(args)}"))
+        slug = re.sub(r"[^\w.-]+", "-", f"{grid}-{env_id}")
+        learning = []
+        for (script,), of_script in group(same, ["script"]).items():
+            setting = swept_setting(of_script)
+            if setting is None:
+                learning += of_script
+                continue
+            others = [name for name in differing(of_script) if name != setting]
+            lines = {
+                name: sweep_curve(line, setting) for name, line in by_settings(of_script, others).items()
+            }
+            figures[f"{slug}-{script}-{setting}.png"] = sweep_figure(lines, of_script, setting, footer)
+            sweeps += [sweep_line(name, curve, env_id, setting) for name, curve in lines.items()]
+        if learning:
+            named = curves(learning)
+            figures[f"{slug}.png"] = learning_figure(named, args.x, footer)
+            finals += [final_row(name, seeds, full=True) for name, seeds in named.items()]
+            threshold = references()["thresholds"].get(env_id) if args.threshold is None else args.threshold
+            if threshold is not None:
+                times += [threshold_row(name, seeds, threshold) for name, seeds in named.items()]
+    facts = []
+    for name in ("git_commit", "cpu", "gpu", *VERSIONS):
+        values = sorted(
+            {
+                str(run.config[name])[: 7 if name == "git_commit" else None]
+                for run in runs
+                if run.config.get(name)
+            }
+        )
+        facts += [f"{name.removeprefix('git_')} {', '.join(values)}"] if values else []
+    parts = [introduction, *([f"![{Path(name).stem}](figures/{name})"] for name in figures)]
+    parts += [sweeps, markdown(finals) if finals else [], markdown(times) if times else []]
+    parts += [["; ".join([f"{count(runs, 'run')} in {folders}{made}", *facts])]]
+    return [f"## {grid}", "", *(line for part in parts if part for line in [*part, ""])], figures
+
+
+def command(args: Args) -> str:
+    """The command that makes this report."""
+    options = ["--out", str(args.out)] + ([] if args.x == "auto" else ["--x", args.x])
+    options += [] if args.threshold is None else ["--threshold", f"{args.threshold:g}"]
+    return shlex.join(["python", "benchmark/report.py", *map(str, args.runs), *options])
+
+
+def main(args: Args) -> None:
+    runs = [read_run(folder) for folder in find_runs(args.runs, args.out)]
+    if args.table:
+        named = [curves(same) for same in group(runs, ["env_id"]).values()]
+        rows = [
+            final_row(name if len(on_one) > 1 else "", seeds, full=False)
+            for on_one in named
+            for name, seeds in on_one.items()
+        ]
+        print("\n".join(markdown(rows)))
+        return
+    matplotlib.rcParams.update(STYLE)
+    grids = defaultdict(list)
+    for run in runs:
+        grids[grid_of(run.folder, run.config["env_id"]).resolve().name].append(run)
+    page, figures = [HEAD, "", "```sh", command(args), "```", ""], {}
+    for grid in sorted(grids):
+        lines, drawn = section(grid, grids[grid], args)
+        page, figures = page + lines, figures | drawn
+    try:
+        (args.out / "figures").mkdir(parents=True, exist_ok=True)
+        for name, png in figures.items():
+            (args.out / "figures" / name).write_bytes(png)
+        (args.out / "README.md").write_text("\n".join(page))
+    except OSError as exception:
+        error(f"cannot write to {args.out}: {exception}")
+    print(f"{args.out / 'README.md'}: {count(runs, 'run')}, {count(figures, 'figure')}")
+
+
+def parse_args() -> Args:
+    """The command line as Args. What tyro has to say of a bad one it puts in a box; here it is one line."""
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            return tyro.cli(Args, description=__doc__)
+    except SystemExit as stopped:
+        if stopped.code:
+            error(re.sub(r"[^ -~]+", " ", output.getvalue()))
+        raise
 
 
 if __name__ == "__main__":
-    print("\n".join(table(tyro.cli(Args).runs)))
+    main(parse_args())

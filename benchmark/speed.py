@@ -1,11 +1,12 @@
 """Steps a second of a script and of its Stable-Baselines3 peer, and where the script's time goes.
 
-    python benchmark/speed.py                     # about five minutes on one core
+    python benchmark/speed.py --script ppo_continuous     # about five minutes on one core
+    python benchmark/speed.py --script a2c_atari          # about five minutes on two cores
 
-Each repetition starts every contender in turn as a process of its own, on one thread with the same settings,
-so that a change of the machine's speed meets all of them; ratios are taken within a repetition. A process's
-first rollout is warm-up (compilation, first allocations) and is not counted. Run it on an otherwise idle
-machine.
+Each repetition starts every contender in turn as a process of its own, on the same number of threads with
+the same settings, so that a change of the machine's speed meets all of them; ratios are taken within a
+repetition. What a process measures first is warm-up (compilation, first allocations) and is not counted. Run
+it on an otherwise idle machine.
 """
 
 import importlib.util
@@ -19,48 +20,96 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Literal
 
-import mujoco
+os.environ["GOMP_SPINCOUNT"] = (
+    "5000"  # as a2c_atari.py has it, for its parts in this process; no child gets it
+)
+
 import numpy as np
 import torch
 import tyro
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-SCRIPT = Path(__file__).resolve().parents[1] / "algos" / "ppo_continuous.py"
-ENV_ID = "HalfCheetah-v4"
-SETTINGS = {"num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "update_epochs": 10, "hidden_size": 64}
+ALGOS = Path(__file__).resolve().parents[1] / "algos"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What is run, and against what."""
+
+    env_id: str
+    threads: int
+    settings: dict[str, float]
+    """flags of the script, with which the peer agrees"""
+    steps: int
+    """environment steps of one timed run"""
+    variants: dict[str, tuple[str, ...]]
+    """flags of each contender beside the script with its defaults"""
+
+
+CONTESTS = {
+    "ppo_continuous": Contest(
+        env_id="HalfCheetah-v4",
+        threads=1,
+        settings={
+            "num_envs": 1,
+            "num_steps": 2048,
+            "num_minibatches": 32,
+            "update_epochs": 10,
+            "hidden_size": 64,
+        },
+        steps=9 * 2048,
+        variants={"PlainRL": (), "PlainRL --compile": ("--compile",)},
+    ),
+    "a2c_atari": Contest(
+        env_id="PongNoFrameskip-v4",
+        threads=2,
+        settings={"num_envs": 16, "num_steps": 5},
+        steps=25_000,
+        variants={"PlainRL": (), "PlainRL --bf16": ("--bf16",)},
+    ),
+}
 
 
 @dataclass
 class Args:
+    script: Literal["ppo_continuous", "a2c_atari"] = "ppo_continuous"
+    """script of algos/ that is timed"""
     repetitions: int = 5
     """times that each contender is run"""
-    rollouts: int = 8
-    """rollouts of 2,048 steps that each run is timed over"""
 
 
-def time_script(rollouts: int, *flags: str) -> tuple[float, float]:
-    """Steps a second (median over rollouts) and peak memory in MB of the script."""
+def time_script(name: str, *flags: str) -> tuple[float, float]:
+    """Steps a second (median over what the run logged) and peak memory in MB of a script."""
+    contest = CONTESTS[name]
     with tempfile.TemporaryDirectory() as folder:
-        settings = [f"--{k.replace('_', '-')}={v}" for k, v in SETTINGS.items()]
-        steps = (rollouts + 1) * SETTINGS["num_steps"]
-        limits = ["--device=cpu", "--torch-threads=1", "--eval-interval=0", f"--checkpoint-interval={steps}"]
-        command = [sys.executable, str(SCRIPT), "--env-id", ENV_ID, *settings, *limits]
-        megabytes, _ = run([*command, f"--total-timesteps={steps}", f"--run-dir={folder}/run", *flags])
+        settings = contest.settings | {"torch_threads": contest.threads, "total_timesteps": contest.steps}
+        settings |= {"eval_interval": 0, "checkpoint_interval": 10 * contest.steps, "device": "cpu"}
+        options = [f"--{k.replace('_', '-')}={v}" for k, v in settings.items()]
+        command = [sys.executable, str(ALGOS / f"{name}.py"), "--env-id", contest.env_id, *options, *flags]
+        megabytes, _ = run([*command, f"--run-dir={folder}/run"], contest.threads)
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
         events = EventAccumulator(f"{folder}/run").Reload()
         return statistics.median(scalar.value for scalar in events.Scalars("charts/SPS")[1:]), megabytes
 
 
-def time_peer(rollouts: int) -> tuple[float, float]:
-    """The same of Stable-Baselines3's PPO, timed by a callback from one rollout's start to the next."""
-    megabytes, output = run([sys.executable, str(Path(__file__).resolve()), "--peer", str(rollouts)])
+def time_peer(name: str) -> tuple[float, float]:
+    """The same of the script's peer."""
+    this = [sys.executable, str(Path(__file__).resolve()), "--peer", name]
+    megabytes, output = run(this, CONTESTS[name].threads)
     return json.loads(output), megabytes
 
 
-def peer(rollouts: int) -> None:
-    """Print the peer's steps a second; runs in a process of its own."""
-    from stable_baselines3 import PPO
+def peer(name: str) -> None:
+    """Print the peer's steps a second, by a callback from one rollout's start to the next."""
+    import ale_py
+    import gymnasium as gym
+    from stable_baselines3 import A2C, PPO
     from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_atari_env
+    from stable_baselines3.common.vec_env import VecFrameStack
 
     class Clock(BaseCallback):
         def _on_training_start(self) -> None:
@@ -72,26 +121,33 @@ def peer(rollouts: int) -> None:
         def _on_step(self) -> bool:
             return True
 
-    torch.set_num_threads(1)
-    steps, clock = SETTINGS["num_steps"], Clock()
-    batch_size = steps // SETTINGS["num_minibatches"]
-    model = PPO(
-        "MlpPolicy",
-        ENV_ID,
-        n_steps=steps,
-        batch_size=batch_size,
-        n_epochs=SETTINGS["update_epochs"],
-        device="cpu",
-    )
-    model.learn((rollouts + 2) * steps, callback=clock)
-    print(steps / statistics.median(np.diff(clock.starts)[1:]))
+    gym.register_envs(ale_py)
+    contest = CONTESTS[name]
+    torch.set_num_threads(contest.threads)
+    settings, batch_size = contest.settings, contest.settings["num_steps"] * contest.settings["num_envs"]
+    if name == "ppo_continuous":
+        size = {
+            "batch_size": batch_size // settings["num_minibatches"],
+            "n_epochs": settings["update_epochs"],
+        }
+        model = PPO("MlpPolicy", contest.env_id, n_steps=settings["num_steps"], **size, device="cpu")
+    else:
+        # Of its two vector environments DummyVecEnv is the faster one on two cores.
+        envs = VecFrameStack(make_atari_env(contest.env_id, settings["num_envs"]), n_stack=4)
+        model = A2C(
+            "CnnPolicy", envs, n_steps=settings["num_steps"], vf_coef=0.25, ent_coef=0.01, device="cpu"
+        )
+    clock, rollouts = Clock(), contest.steps // batch_size
+    model.learn((rollouts + 1) * batch_size, callback=clock)
+    times = np.diff(clock.starts)
+    print(batch_size / np.median(times[len(times) // 5 :]))
 
 
-def run(command: list[str]) -> tuple[float, str]:
-    """Peak memory in MB and standard output of a command on one thread."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+def run(command: list[str], threads: int) -> tuple[float, str]:
+    """Peak memory in MB and last line of standard output of a command."""
+    environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    del environment["GOMP_SPINCOUNT"]
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | threads
         process = subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True)
         output = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
@@ -111,14 +167,20 @@ def microseconds(function: Callable[[], object], calls: int = 3000) -> float:
     return statistics.median(times)
 
 
-def parts() -> dict[str, float]:
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ALGOS / f"{name}.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ppo_parts(contest: Contest) -> dict[str, float]:
     """Microseconds for each environment step of the parts of the script, each alone, and of their floors."""
-    spec = importlib.util.spec_from_file_location("script", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    torch.set_num_threads(1)
-    args = script.Args(env_id=ENV_ID, **SETTINGS)
-    envs = script.make_envs(ENV_ID, 1)
+    import mujoco
+
+    script = load("ppo_continuous")
+    args = script.Args(env_id=contest.env_id, **contest.settings)
+    envs = script.make_envs(contest.env_id, 1)
     obs, _ = envs.reset(seed=0)
     agent = script.make_agent(args, envs, None)
     obs_dim, action_dim = obs.shape[1], envs.single_action_space.shape[0]
@@ -168,17 +230,51 @@ def parts() -> dict[str, float]:
     }
 
 
-def main(args: Args) -> None:
-    contenders = {
-        "PlainRL": lambda: time_script(args.rollouts),
-        "PlainRL --compile": lambda: time_script(args.rollouts, "--compile"),
-        "Stable-Baselines3": lambda: time_peer(args.rollouts),
+def a2c_parts(contest: Contest) -> dict[str, float]:
+    """Microseconds for each environment step of the parts of the script, each alone."""
+    script = load("a2c_atari")
+    args = script.Args(env_id=contest.env_id, **contest.settings)
+    batch_size, rng = args.num_steps * args.num_envs, np.random.default_rng(0)
+    envs = script.make_atari_envs(args.env_id, args.num_envs, life_loss=True)
+    obs = torch.from_numpy(envs.reset(seed=0)[0])
+    agent = script.make_atari_agent(args, envs, None)
+    optimizer = torch.optim.RMSprop(agent.parameters())
+    actions, returns = torch.zeros(batch_size, dtype=torch.int64), torch.zeros(batch_size)
+
+    def forward() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [agent(obs) for _ in range(args.num_steps)]
+
+    def update() -> None:
+        logits, values = map(torch.cat, zip(*forward(), strict=True))
+        loss, *_ = script.a2c_loss(logits, values.squeeze(-1), actions, returns, args)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        optimizer.step()
+
+    def bootstrap() -> None:
+        with torch.no_grad():
+            agent(obs)
+
+    parts = {
+        "environments": microseconds(lambda: envs.step(rng.integers(6, size=args.num_envs)), 500)
+        / args.num_envs
     }
-    results = {name: [] for name in contenders}
+    for agent.bf16, name in ((False, ""), (True, ", --bf16")):
+        parts[f"forward passes and update{name}"] = microseconds(update, 50) / batch_size
+        parts[f"of which forward passes{name}"] = microseconds(forward, 50) / batch_size
+        parts[f"bootstrap{name}"] = microseconds(bootstrap, 50) / batch_size
+    return parts
+
+
+def main(args: Args) -> None:
+    contest, parts = CONTESTS[args.script], {"ppo_continuous": ppo_parts, "a2c_atari": a2c_parts}[args.script]
+    results = {name: [] for name in (*contest.variants, "Stable-Baselines3")}
     for _ in range(args.repetitions):
-        for name, contender in contenders.items():
-            results[name].append(contender())
-    print(f"PPO, {ENV_ID}, one thread, {SETTINGS}\n")
+        for name, flags in contest.variants.items():
+            results[name].append(time_script(args.script, *flags))
+        results["Stable-Baselines3"].append(time_peer(args.script))
+    print(f"{args.script}, {contest.env_id}, {contest.threads} thread(s), {contest.settings}\n")
     print("| | steps/s | times Stable-Baselines3 (min to max) | peak memory |\n|---|---|---|---|")
     for name, runs in results.items():
         ratios = [
@@ -187,15 +283,18 @@ def main(args: Args) -> None:
         speed, memory = (statistics.median(column) for column in zip(*runs, strict=True))
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"| {name} | {speed:,.0f} | {spread} | {memory:.0f} MB |")
-    print("\n| part, alone | us for each step |\n|---|---|")
-    for part, time_per_step in parts().items():
-        print(f"| {part} | {time_per_step:.1f} |")
-    for name in ("PlainRL", "PlainRL --compile"):
-        print(f"| whole loop, {name} | {1e6 / statistics.median(speed for speed, _ in results[name]):.1f} |")
+    torch.set_num_threads(contest.threads)
+    print("\n| part, alone | us for each step | steps/s |\n|---|---|---|")
+    loops = {
+        f"whole loop, {name}": 1e6 / statistics.median(speed for speed, _ in results[name])
+        for name in contest.variants
+    }
+    for part, time_per_step in (parts(contest) | loops).items():
+        print(f"| {part} | {time_per_step:.1f} | {1e6 / time_per_step:,.0f} |")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--peer"]:
-        peer(int(sys.argv[2]))
+        peer(sys.argv[2])
     else:
         main(tyro.cli(Args))

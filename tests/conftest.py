@@ -51,8 +51,8 @@ setattr(owner, name, wrapper)
 """
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ALGOS / f"{name}.py")
+def load_script(name: str, folder: Path = ALGOS) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

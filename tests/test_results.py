@@ -10,8 +10,7 @@ RESULTS = REPOSITORY / "benchmark" / "results"
 
 
 def test_table_in_the_readme_is_the_report_of_the_committed_evaluations():
-    runs = sorted(RESULTS.glob("ppo_continuous/*/seed*"))
-    command = [sys.executable, REPOSITORY / "benchmark" / "report.py", *runs]
+    command = [sys.executable, REPOSITORY / "benchmark" / "report.py", RESULTS / "ppo", "--table"]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     readme = (REPOSITORY / "README.md").read_text()
     assert re.search(r"<!-- report -->\n(.*)<!-- end of report -->", readme, re.DOTALL)[1] == report
@@ -19,7 +18,15 @@ def test_table_in_the_readme_is_the_report_of_the_committed_evaluations():
 
 def test_committed_cheetah_runs(tmp_path):
     """A random policy's returns lie about -300."""
-    model = RESULTS / "ppo_continuous" / "HalfCheetah-v4" / "model.pt"
+    model = RESULTS / "ppo" / "HalfCheetah-v4.pt"
     played = run_script("ppo_continuous", "--evaluate", model, "--greedy", "--eval-episodes", 3, cwd=tmp_path)
     assert played.returncode == 0, played.stderr
     assert float(re.search(r"mean ([\d.]+)", played.stdout)[1]) > 6000
+
+
+def test_committed_pong_player_wins(tmp_path):
+    """A random policy loses by 20 points."""
+    model = RESULTS / "a2c" / "PongNoFrameskip-v4.pt"
+    played = run_script("a2c_atari", "--evaluate", model, "--eval-episodes", 2, cwd=tmp_path)
+    assert played.returncode == 0, played.stderr
+    assert float(re.search(r"mean ([\d.]+)", played.stdout)[1]) > 10

@@ -1,0 +1,258 @@
+"""Stable-Baselines3 in the environments of the scripts, evaluated as they are, with the same run folder.
+
+    python benchmark/peers.py --algorithm ppo --env-id HalfCheetah-v4 --seed 1 --greedy
+    python benchmark/peers.py --algorithm a2c --env-id PongNoFrameskip-v4 --zoo --total-timesteps 10000000
+
+Environments, evaluation (its seeds too) and log are the very functions of algos/ppo_continuous.py, for Atari
+those of algos/a2c_atari.py. What learns is Stable-Baselines3, with
+
+    its own defaults    unlike the scripts it normalises neither observations nor rewards and keeps its step
+                        size; PPO has 64-64 networks and log standard deviations that start at 0;
+    --zoo               what the RL Zoo tuned: PPO on HalfCheetah (observations and rewards normalised), A2C
+                        on Atari (epsilon inside RMSprop's root), SAC on MuJoCo, DQN on CartPole;
+    --same-settings     what the scripts have by default, for PPO and A2C: their networks and falling step
+                        sizes, and for PPO VecNormalize, which does nearly what ppo_continuous.py does.
+
+Atari: 16 games for PPO and A2C; as in the scripts a lost life ends an episode for the learner alone, which
+sees the signs of the rewards. DQN is evaluated greedily, whatever --greedy says. A run cannot be resumed.
+"""
+
+import importlib.util
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Literal
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import torch
+from stable_baselines3 import A2C, DQN, PPO, SAC
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
+
+ALGOS = Path(__file__).resolve().parents[1] / "algos"
+ALGORITHMS = {"ppo": PPO, "a2c": A2C, "sac": SAC, "dqn": DQN}
+# The scripts' tags for what Stable-Baselines3 logs.
+TAGS = dict.fromkeys(("policy_gradient_loss", "policy_loss", "actor_loss"), "losses/policy_loss")
+TAGS |= dict.fromkeys(("value_loss", "critic_loss"), "losses/value_loss")
+TAGS |= {"loss": "losses/total", "entropy_loss": "losses/entropy", "approx_kl": "losses/approx_kl"}
+TAGS |= {"clip_fraction": "losses/clipfrac", "explained_variance": "losses/explained_variance"}
+TAGS |= {"learning_rate": "charts/learning_rate"}
+
+
+@dataclass
+class Args:
+    algorithm: Literal["ppo", "a2c", "sac", "dqn"]
+    """algorithm of Stable-Baselines3"""
+    env_id: str
+    """Gymnasium environment: an Atari game, or one with flat observations"""
+    seed: int = 1
+    """seed of every generator of the run"""
+    total_timesteps: int = 1_000_000
+    """environment steps to train for, over all environments; rounded up to whole rollouts"""
+    torch_threads: int = 1
+    """CPU threads of PyTorch, and of Atari games"""
+    run_dir: Path | None = None
+    """folder of this run (default: runs/<env id>__sb3_<algorithm>__seed<seed>__<unix time>)"""
+    greedy: bool = False
+    """evaluate the mode of the policy instead of sampling from it"""
+    eval_interval: int = 100_000
+    """environment steps between evaluations; the end of training is one more (0: none at all)"""
+    eval_episodes: int = 10
+    """episodes of one evaluation"""
+    zoo: bool = False
+    """the RL Zoo's tuned settings instead of Stable-Baselines3's defaults"""
+    same_settings: bool = False
+    """the script's settings instead of Stable-Baselines3's defaults"""
+    track: ClassVar[bool] = False  # no Weights & Biases here
+
+
+def load_script(name: str) -> ModuleType:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(name, ALGOS / f"{name}.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def settings(args: Args, atari: bool) -> dict:
+    """Arguments of the algorithm but its defaults; none where --zoo or --same-settings knows of none."""
+    large = {"net_arch": {"pi": [256, 256], "vf": [256, 256]}}
+    game = args.env_id.split("-")[0]
+    match (args.algorithm, "zoo" if args.zoo else "same" if args.same_settings else ""):
+        case ("ppo", "zoo") if game == "HalfCheetah":
+            ppo = {"n_steps": 512, "batch_size": 64, "n_epochs": 20, "gamma": 0.98, "gae_lambda": 0.92}
+            ppo |= {"learning_rate": 2.0633e-5, "ent_coef": 0.000402, "vf_coef": 0.58, "clip_range": 0.1}
+            relu = large | {"activation_fn": torch.nn.ReLU, "ortho_init": False, "log_std_init": -2}
+            return ppo | {"max_grad_norm": 0.8, "policy_kwargs": relu}
+        case ("ppo", "same") if not atari:
+            return {"learning_rate": lambda left: 3e-4 * left, "policy_kwargs": large | {"log_std_init": -1}}
+        case ("a2c", "zoo") if atari:
+            inside = {"optimizer_class": RMSpropTFLike, "optimizer_kwargs": {"alpha": 0.99, "eps": 1e-5}}
+            return {"ent_coef": 0.01, "vf_coef": 0.25, "policy_kwargs": inside}
+        case ("a2c", "same") if atari:
+            return {"learning_rate": lambda left: 7e-4 * left, "ent_coef": 0.01, "vf_coef": 0.25}
+        case ("sac", "zoo") if not atari:
+            return {"learning_starts": 10_000}
+        case ("dqn", "zoo") if game == "CartPole":
+            dqn = {"learning_rate": 2.3e-3, "batch_size": 64, "buffer_size": 100_000, "learning_starts": 1000}
+            dqn |= {"gamma": 0.99, "target_update_interval": 10, "train_freq": 256, "gradient_steps": 128}
+            dqn |= {"exploration_fraction": 0.16, "exploration_final_eps": 0.04}
+            return dqn | {"policy_kwargs": {"net_arch": [256, 256]}}
+    return {}
+
+
+class Environments(VecEnv):
+    """A script's environments as Stable-Baselines3 wants them."""
+
+    def __init__(self, envs: gym.vector.VectorEnv, atari: bool):
+        self.envs, self.atari = envs, atari
+        super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+        self.episodes: list[list[float]] = []  # return and length of those that ended
+
+    def reset(self) -> np.ndarray:
+        obs, info = self.envs.reset(seed=self._seeds[0])
+        self._reset_seeds()
+        self.frame_number = info.get("episode_frame_number")
+        self.episode_return, self.episode_length = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
+        return obs.copy()
+
+    def step_async(self, actions: np.ndarray) -> None:
+        self.actions = actions
+
+    def step_wait(self) -> VecEnvStepReturn:
+        obs, rewards, terminated, truncated, info = self.envs.step(self.actions)
+        over = done = terminated | truncated
+        if self.atari:  # of a lost life the game goes on
+            over = info["episode_frame_number"] < self.frame_number
+            self.frame_number = info["episode_frame_number"]
+        self.episode_return += rewards
+        self.episode_length += 1
+        ended = np.stack((self.episode_return, self.episode_length), axis=1)[over]
+        self.episodes += ended.tolist()
+        self.episode_return[over], self.episode_length[over] = 0, 0
+        infos = [{} for _ in range(self.num_envs)]
+        for i in np.flatnonzero(done):
+            last = info["final_obs"][i] if "final_obs" in info else obs[i]
+            infos[i] = {"terminal_observation": last.copy()}
+            infos[i]["TimeLimit.truncated"] = bool(truncated[i] and not terminated[i])
+        return obs.copy(), np.sign(rewards) if self.atari else rewards.copy(), done, infos
+
+    def close(self) -> None:
+        self.envs.close()
+
+    def get_attr(self, attr_name: str, indices: object = None) -> list:
+        return [getattr(self.envs, attr_name, None)] * self.num_envs
+
+    def set_attr(self, attr_name: str, value: object, indices: object = None) -> None:
+        setattr(self.envs, attr_name, value)
+
+    def env_method(self, method_name: str, *args, indices: object = None, **kwargs) -> list:
+        raise NotImplementedError(method_name)
+
+    def env_is_wrapped(self, wrapper_class: type, indices: object = None) -> list[bool]:
+        return [False] * self.num_envs
+
+
+class Watch(BaseCallback):
+    """Logs, and evaluates where the scripts do: after the update of the rollout that passes an interval."""
+
+    def __init__(
+        self, script: ModuleType, args: Args, log: Any, envs: Environments, eval_envs: gym.vector.VectorEnv
+    ):
+        super().__init__()
+        self.script, self.args, self.log, self.envs, self.eval_envs = script, args, log, envs, eval_envs
+        self.logged, self.evaluated, self.count, self.recent = 0, 0, 0, deque(maxlen=100)
+
+    def _on_training_start(self) -> None:
+        self.clock = time.perf_counter()
+
+    def _on_rollout_start(self) -> None:
+        step, interval = self.num_timesteps, self.args.eval_interval
+        if episodes := self.envs.episodes:
+            self.count += len(episodes)
+            self.recent.extend(episodes)
+            logged = {k.removeprefix("train/"): v for k, v in self.logger.name_to_value.items()}
+            values = {TAGS[k]: v for k, v in logged.items() if k in TAGS}
+            if "losses/entropy" in values:  # there a loss, the negative of the entropy
+                values["losses/entropy"] *= -1
+            values["charts/episodic_return"], values["charts/episodic_length"] = np.mean(episodes, axis=0)
+            values["charts/return_mean_100"], _ = np.mean(self.recent, axis=0)
+            values["charts/episodes"] = self.count
+            values["charts/SPS"] = (step - self.logged) / (time.perf_counter() - self.clock)
+            self.log.scalars(values, step)
+            episodes.clear()
+            self.logged, self.clock = step, time.perf_counter()
+        finished = step >= self.args.total_timesteps
+        if interval and step > self.evaluated and (step // interval > self.evaluated // interval or finished):
+            started = time.perf_counter()
+            self.log.evaluation(*self.evaluate(step), step)
+            self.evaluated = step
+            self.clock += time.perf_counter() - started
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_training_end(self) -> None:
+        self._on_rollout_start()
+
+    def evaluate(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns and lengths by the script's own function; training's random numbers stay as they are."""
+        normalize, seed = self.model.get_vec_normalize_env(), self.script.derive_seed(self.args.seed, step, 3)
+
+        def act(obs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+            obs = normalize.normalize_obs(obs) if normalize else obs
+            return self.model.policy.predict(obs, deterministic=self.args.greedy)[0]
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.script.evaluate(act, self.eval_envs, self.args.eval_episodes, seed)
+
+
+def train(args: Args) -> BaseAlgorithm:
+    """Train one agent; all that it leaves behind is in its run folder."""
+    gym.register_envs(ale_py)
+    spec = gym.registry.get(args.env_id)
+    atari = spec is not None and str(spec.entry_point).startswith("ale_py")
+    script = load_script("a2c_atari" if atari else "ppo_continuous")
+    script.SCRIPT, script.PACKAGES = f"sb3_{args.algorithm}", (*script.PACKAGES, "stable-baselines3")
+    script.check_ranges(args)
+    arguments = settings(args, atari)
+    if (args.zoo or args.same_settings) and (not arguments or args.zoo == args.same_settings):
+        script.error(
+            f"there are no such settings of {args.algorithm} for {args.env_id}; see benchmark/peers.py"
+        )
+    name = f"{args.env_id.replace('/', '-')}__{script.SCRIPT}__seed{args.seed}__{int(time.time())}"
+    run_dir = args.run_dir or Path("runs") / name
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        script.error(f"{run_dir} is taken")
+    torch.set_num_threads(args.torch_threads)
+    make_envs = script.make_atari_envs if atari else script.make_envs
+    num_envs = 16 if atari and args.algorithm in ("ppo", "a2c") else 1
+    envs = Environments(make_envs(args.env_id, num_envs, **({"life_loss": True} if atari else {})), atari)
+    eval_envs = make_envs(args.env_id, min(args.eval_episodes, 10))
+    normalize = args.algorithm == "ppo" and (args.zoo or args.same_settings)
+    env = VecNormalize(envs, gamma=arguments.get("gamma", 0.99)) if normalize else envs
+    policy = "CnnPolicy" if atari else "MlpPolicy"
+    try:
+        model = ALGORITHMS[args.algorithm](policy, env, seed=args.seed, device="cpu", **arguments)
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except (AssertionError, ValueError, OSError) as exception:
+        script.error(f"{args.algorithm} on {args.env_id} in {run_dir}: {exception}")
+    log = script.RunLog(args, run_dir, 0)
+    model.learn(args.total_timesteps, callback=Watch(script, args, log, envs, eval_envs))
+    log.close()
+    return model
+
+
+if __name__ == "__main__":
+    parser = load_script("ppo_continuous")
+    parser.Args = Args  # whose parse_args says in one line what is wrong with a command
+    train(parser.parse_args())

@@ -1,0 +1,100 @@
+"""Stable-Baselines3 under the evaluation of the scripts, checked against its own of the same episodes."""
+
+import csv
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from conftest import REPOSITORY, contents, load_script, run_python, scalars
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import VecNormalize
+
+SHORT = {"env_id": "CartPole-v1", "algorithm": "dqn", "total_timesteps": 1500, "eval_interval": 1000}
+
+
+@pytest.fixture(scope="session")
+def peers():
+    return load_script("peers", REPOSITORY / "benchmark")
+
+
+def evaluations(run_dir) -> list[tuple[int, float, int]]:
+    rows = list(csv.reader((run_dir / "evaluations.csv").open()))[1:]
+    return [(int(step), float(episode_return), int(length)) for step, _, episode_return, length in rows]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "env_id", "flags"),
+    [("dqn", "CartPole-v1", {"zoo": True}), ("ppo", "InvertedPendulum-v4", {"same_settings": True})],
+)
+def test_evaluation_is_that_of_stable_baselines3(algorithm, env_id, flags, peers, tmp_path):
+    """Greedy episodes from the same starts; for PPO with the statistics of VecNormalize."""
+    settings = {"total_timesteps": 2048, "eval_interval": 10_000, "eval_episodes": 4, "greedy": True} | flags
+    args = peers.Args(algorithm, env_id, run_dir=tmp_path / "run", **settings)
+    model = peers.train(args)
+    script = sys.modules["ppo_continuous"]
+    envs = env = peers.Environments(script.make_envs(env_id, 4), atari=False)
+    if statistics := model.get_vec_normalize_env():
+        env = VecNormalize(envs, training=False, norm_reward=False)
+        env.obs_rms = statistics.obs_rms
+    step = model.num_timesteps
+    envs._seeds = [script.derive_seed(args.seed, step, 3)]
+    expected = evaluate_policy(model, env, 4, return_episode_rewards=True, warn=False)
+    played = evaluations(tmp_path / "run")
+    assert [row[0] for row in played] == [step] * 4
+    np.testing.assert_allclose(sorted(row[1:] for row in played), sorted(zip(*expected, strict=True)))
+    assert bool(statistics) == (algorithm == "ppo")
+
+
+def test_run_folder(peers, tmp_path):
+    """Same seed, same evaluations, sampled ones too, with others before them or not; a report reads it."""
+    args = SHORT | {"algorithm": "a2c", "eval_episodes": 3}
+    for name, interval in (("a", 1000), ("b", 1000), ("c", 100_000)):
+        peers.train(peers.Args(**(args | {"eval_interval": interval}), run_dir=tmp_path / name))
+    steps = [1000, 1500]
+    assert [row[0] for row in evaluations(tmp_path / "a")] == np.repeat(steps, 3).tolist()
+    assert evaluations(tmp_path / "a") == evaluations(tmp_path / "b")
+    assert evaluations(tmp_path / "a")[3:] == evaluations(tmp_path / "c")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert (config["script"], config["env_id"], config["seed"]) == ("sb3_a2c", "CartPole-v1", 1)
+    assert config["stable-baselines3"]
+    logged = scalars(tmp_path / "a")
+    assert {"charts/episodic_return", "charts/SPS", "losses/value_loss", "eval/return_mean"} <= logged.keys()
+    assert logged["losses/entropy"][0][1] > 0
+    report = load_script("report", REPOSITORY / "benchmark")
+    run = report.read_run(tmp_path / "a")
+    assert run.mean_returns().index.tolist() == steps
+
+
+def test_truncation_reaches_the_learner(peers):
+    """Pendulum is truncated after 200 steps, and never terminated."""
+    script = peers.load_script("ppo_continuous")
+    envs = peers.Environments(script.make_envs("Pendulum-v1", 2), atari=False)
+    envs.reset()
+    for step in range(200):
+        obs, _, done, infos = envs.step(np.zeros((2, 1), np.float32))
+        assert done.tolist() == [step == 199] * 2
+    assert [info["TimeLimit.truncated"] for info in infos] == [True, True]
+    assert not np.allclose(obs, [info["terminal_observation"] for info in infos])
+    assert [length for _, length in envs.episodes] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--algorithm=dqn", "--env-id=Pendulum-v1"], "dqn on Pendulum-v1"),
+        (["--algorithm=ppo", "--env-id=Pendulum-v1", "--zoo"], "no such settings"),
+        (["--algorithm=ppo", "--env-id=NoSuch-v1"], "NoSuch"),
+        (["--algorithm=ppo", "--env-id=Pendulum-v1", "--run-dir=taken"], "taken"),
+        (["--algorithm=vpg", "--env-id=Pendulum-v1"], "vpg|algorithm"),
+    ],
+)
+def test_bad_input(flags, complaint, tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    before = contents(tmp_path)
+    refused = run_python(REPOSITORY / "benchmark" / "peers.py", *flags, cwd=tmp_path)
+    assert refused.returncode == 2, refused.stderr
+    assert re.search(f"^error: .*({complaint}).*\n\\Z", refused.stderr, re.MULTILINE), refused.stderr
+    assert contents(tmp_path) == before

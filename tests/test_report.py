@@ -1,0 +1,279 @@
+"""Curves, sweeps, tables and figures of runs whose statistics are known by hand."""
+
+import csv
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from conftest import REPOSITORY, contents, load_script, run_python
+from torch.utils.tensorboard import SummaryWriter
+
+
+@pytest.fixture(scope="session")
+def report():
+    return load_script("report", REPOSITORY / "benchmark")
+
+
+def write_run(folder, evaluations: dict[int, list[float]], progress: list[dict] = (), **config):
+    """A run folder, with the returns of each evaluation by its step."""
+    folder.mkdir(parents=True)
+    config = {"script": "ppo_continuous", "env_id": "Swimmer-v4", "seed": 1, "greedy": True} | config
+    (folder / "config.json").write_text(json.dumps(config))
+    with (folder / "evaluations.csv").open("w") as file:
+        rows = [(step, i, r, 7) for step, returns in evaluations.items() for i, r in enumerate(returns)]
+        csv.writer(file).writerows([("global_step", "episode", "return", "length"), *rows])
+    if progress:
+        with (folder / "progress.csv").open("w") as file:
+            writer = csv.DictWriter(file, dict.fromkeys(key for row in progress for key in row))
+            writer.writeheader()
+            writer.writerows(progress)
+    return folder
+
+
+def write_events(folder, **columns: list[float]):
+    """A folder of CleanRL: events alone, a value every 1,000 steps."""
+    with SummaryWriter(str(folder)) as writer:
+        for tag, values in columns.items():
+            for i, value in enumerate(values):
+                writer.add_scalar(f"charts/{tag}", value, 1000 * (i + 1))
+    return folder
+
+
+@pytest.fixture
+def runs(report, tmp_path):
+    """Reads the runs below a folder of tmp_path."""
+    return lambda name: [report.read_run(f) for f in report.find_runs([tmp_path / name], tmp_path / "out")]
+
+
+@pytest.fixture
+def page(report, tmp_path, monkeypatch):
+    """The page of runs below folders of tmp_path."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(*names: str, **options) -> str:
+        report.main(report.Args([report.Path(name) for name in names], report.Path("out"), **options))
+        return (tmp_path / "out" / "README.md").read_text()
+
+    return make
+
+
+def test_evaluation_curve_pools_episodes_and_trims_seeds(report, runs, tmp_path):
+    ends = {1: [0, 2], 2: [10, 10], 3: [20, 24], 4: [100, 300]}
+    for seed, returns in ends.items():
+        write_run(tmp_path / f"grid/{seed}", {1000: [seed, seed], 2000: returns}, seed=seed)
+    curve = report.evaluation_curve(runs("grid"), "steps")
+    pooled = np.concatenate(list(ends.values()))
+    assert curve.index.tolist() == [1000, 2000]
+    assert curve["mean"].tolist() == pytest.approx([2.5, pooled.mean()])
+    assert curve["stderr"].iloc[1] == pytest.approx(pooled.std(ddof=1) / np.sqrt(8))
+    assert curve["iqm"].tolist() == [2.5, 16]  # the middle two of 1, 10, 22, 200
+    # Of 4 draws from four seeds, those that give the trimmed mean its extremes are more likely than 2.5%.
+    assert (curve["low"].iloc[1], curve["high"].iloc[1]) == (1, 200)
+
+
+def test_evaluation_curve_of_one_seed_has_no_width(report, runs, tmp_path):
+    write_run(tmp_path / "grid/1", {1000: [3, 5]})
+    assert report.evaluation_curve(runs("grid"), "steps")[["iqm", "low", "high"]].to_numpy().tolist() == [
+        [4] * 3
+    ]
+
+
+def test_runs_that_were_evaluated_elsewhere_stand_with_their_latest_evaluation(report, runs, tmp_path):
+    """And the curve ends where the first of them does."""
+    write_run(tmp_path / "grid/1", {1000: [1], 2000: [2], 3000: [3]}, seed=1)
+    write_run(tmp_path / "grid/2", {1500: [10], 2500: [20], 4000: [30]}, seed=2)
+    curve = report.evaluation_curve(runs("grid"), "steps")
+    assert curve["mean"].to_dict() == {1500: 5.5, 2250: 6, 3000: 11.5}
+
+
+def test_an_unfinished_seed_ends_the_curve(report, runs, tmp_path):
+    write_run(tmp_path / "grid/1", {1000: [1], 2000: [2], 3000: [3]}, seed=1)
+    write_run(tmp_path / "grid/2", {1000: [3], 2000: [6]}, seed=2)
+    assert report.evaluation_curve(runs("grid"), "steps")["mean"].to_dict() == {1000: 2, 2000: 4}
+
+
+def test_curves_by_episodes(report, runs, tmp_path):
+    for seed, pace in ((1, 100), (2, 50)):
+        progress = [
+            {"global_step": n * pace, "charts/episodes": n, "charts/episodic_return": seed * n}
+            for n in range(1, 101)
+        ]
+        write_run(tmp_path / f"grid/{seed}", {50 * pace: [seed], 100 * pace: [3 * seed]}, progress, seed=seed)
+    evaluated, trained = (
+        f(runs("grid"), "episodes") for f in (report.evaluation_curve, report.training_curve)
+    )
+    assert evaluated["mean"].to_dict() == {50: 1.5, 100: 4.5}
+    # Bins of two episodes each: n - 1 and n, about n - 1.
+    assert trained.index.tolist() == list(range(1, 100, 2))
+    assert trained["mean"].tolist() == pytest.approx([1.5 * (n - 0.5) for n in range(2, 101, 2)])
+    assert trained["stderr"].iloc[-1] == pytest.approx(99.5 / 2)
+
+
+def test_grouping(report, runs, tmp_path):
+    for seed in (1, 2):
+        common = {"seed": seed, "run_dir": f"runs/{seed}", "git_commit": f"{seed}", "gamma": 0.9}
+        write_run(tmp_path / f"grid/a{seed}", {1: [0]}, **common, estimator="total")
+        write_run(tmp_path / f"grid/b{seed}", {1: [0]}, **common, estimator="baseline")
+        write_run(tmp_path / f"grid/c{seed}", {1: [0]}, **common, script="sb3_ppo")
+    named = {name: [r.folder.name for r in seeds] for name, seeds in report.curves(runs("grid")).items()}
+    assert named == {
+        "ppo_continuous: estimator baseline": ["b1", "b2"],
+        "ppo_continuous: estimator total": ["a1", "a2"],
+        "sb3_ppo": ["c1", "c2"],
+    }
+
+
+def test_sweep(report, runs, page, tmp_path):
+    returns = {0.01: (1, 3), 0.1: (8, 12), 0.5: (7, 9), 1.0: (0, 4)}
+    for alpha, means in returns.items():
+        for seed, value in enumerate(means):
+            write_run(tmp_path / f"grid/{alpha}-{seed}", {1: [0], 2: [value]}, seed=seed, alpha=alpha)
+    assert report.swept_setting(runs("grid")) == "alpha"
+    curve = report.sweep_curve(runs("grid"), "alpha")
+    assert curve["mean"].to_dict() == {0.01: 2, 0.1: 10, 0.5: 8, 1: 2}
+    assert curve.loc[0.1, ["low", "high", "seeds"]].tolist() == [8, 12, 2]
+    text = page("grid")
+    assert "of 4 values of `alpha` the best is **0.1**, with 10.0 (8.0 to 12.0)" in text
+    assert "Its interval overlaps those of 0.5." in text
+    assert (tmp_path / "out/figures/grid-Swimmer-v4-ppo_continuous-alpha.png").exists()
+
+
+def test_two_values_are_curves_and_no_sweep(report, runs, tmp_path):
+    for alpha in (0.1, 0.2):
+        write_run(tmp_path / f"grid/{alpha}", {1: [0]}, alpha=alpha)
+    assert report.swept_setting(runs("grid")) is None
+    assert list(report.curves(runs("grid"))) == ["alpha 0.1", "alpha 0.2"]
+
+
+def test_tables_of_a_page(page, tmp_path):
+    """1,000 steps at 0.5 a second and 1,000 at 0.25 are 6,000 s; the threshold is passed at the second."""
+    progress = [{"global_step": 1000, "charts/SPS": 0.5}, {"global_step": 2000, "charts/SPS": 0.25}]
+    common = {"env_id": "HalfCheetah-v4"}
+    for seed, last in enumerate((6000, 6200, 5000)):
+        write_run(tmp_path / f"grid/{seed}", {1000: [9], 2000: [last, last]}, progress, seed=seed, **common)
+    text = page("grid")
+    row = next(line for line in text.splitlines() if line.startswith("| HalfCheetah-v4"))
+    assert [cell.strip() for cell in row.strip("|").split("|")] == [
+        "HalfCheetah-v4",
+        "ppo_continuous",
+        "2,000",
+        "3",
+        "2 greedy",
+        "5,733 ± 371",
+        "5,000 to 6,200",
+        "5,733 (5,000 to 6,200)",
+        "1.7 h",
+        "CleanRL 1,443 ± 46 (1M steps); SB3 zoo (v3) 5,819 ± 664 (1M steps)",
+    ]
+    assert "| HalfCheetah-v4 | ppo_continuous | 5,819 | 2 of 3 seeds | 2,000 | 1.7 h |" in text
+    assert "| 5 | 3 of 3 seeds | 1,000 | 33.3 min |" in page("grid", threshold=5)
+
+
+def test_table_alone(tmp_path):
+    for seed, value in enumerate((1, 3)):
+        write_run(tmp_path / f"grid/{seed}", {1: [0], 1500: [value, value]}, seed=seed)
+    printed = run_python(REPOSITORY / "benchmark" / "report.py", "grid", "--table", cwd=tmp_path)
+    assert printed.stdout.splitlines() == [
+        "| environment | steps | seeds | episodes each | mean return | lowest to highest seed |",
+        "|---|---|---|---|---|---|",
+        "| Swimmer-v4 | 1,500 | 2 | 2 greedy | 2.000 ± 1.000 | 1.000 to 3.000 |",
+    ]
+
+
+def test_folder_of_cleanrl(report, runs, page, tmp_path):
+    for seed in (1, 2):
+        folder = tmp_path / f"cleanrl/Swimmer-v4__ppo_continuous_action__{seed}__1700000000"
+        write_events(folder, episodic_return=np.arange(200) * seed, SPS=[10] * 200)
+    first, _ = runs("cleanrl")
+    assert first.config == {"env_id": "Swimmer-v4", "script": "ppo_continuous_action", "seed": 1}
+    assert first.mean_returns().iloc[-1] == np.arange(100, 200).mean()
+    assert first.at("hours", [200_000]) == pytest.approx(200_000 / 10 / 3600)
+    curve = report.training_curve(runs("cleanrl"), "steps")
+    assert curve["mean"].iloc[0] == pytest.approx(
+        1.5 * 1.5
+    )  # the first of 50 bins holds 0, 1, 2, 3 times the seed
+    assert "| Swimmer-v4 | ppo_continuous_action | 200,000 | 2 | 100 in training | 224 ± 75 |" in page(
+        "cleanrl"
+    )
+
+
+def test_events_stand_in_for_progress(runs, tmp_path):
+    write_events(write_run(tmp_path / "grid/1", {2000: [1]}), episodes=[3, 5], SPS=[10, 5])
+    (run,) = runs("grid")
+    assert run.at("charts/episodes", [1500]) == 4
+    assert run.at("hours", [2000]) * 3600 == pytest.approx(1000 / 10 + 1000 / 5)
+
+
+def test_page_has_a_section_for_each_grid_and_is_the_same_each_time(report, page, tmp_path, monkeypatch):
+    for grid in ("b", "a"):
+        for seed in (1, 2):
+            returns = {1000: [seed, 2], 2000: [seed, 9]}
+            write_run(tmp_path / f"results/{grid}/Swimmer-v4__seed{seed}", returns, seed=seed)
+    (tmp_path / "grids").mkdir()
+    (tmp_path / "grids/a.toml").write_text("# Which is\n# better?\n\n# not this\nscript = 1\n")
+    monkeypatch.setattr(report, "BENCHMARK", tmp_path)
+    shutil.copy(REPOSITORY / "benchmark" / "references.toml", tmp_path)
+    text = page("results")
+    assert re.findall("^## .*", text, re.MULTILINE) == ["## a", "## b"]
+    assert "## a\n\nWhich is\nbetter?\n\n![" in text
+    assert "not this" not in text
+    figures = contents(tmp_path / "out/figures")
+    assert (
+        set(re.findall(r"\(figures/(.*)\)", text)) == set(figures) == {"a-Swimmer-v4.png", "b-Swimmer-v4.png"}
+    )
+    assert all(len(png) < 200_000 for _, png in figures.values())
+    assert page("results") == text
+    assert [png for _, png in contents(tmp_path / "out/figures").values()] == [
+        png for _, png in figures.values()
+    ]
+
+
+def test_figures_beside_the_grids_are_no_runs(report, tmp_path):
+    write_run(tmp_path / "results/a/1", {1: [1]})
+    (tmp_path / "results/figures").mkdir()
+    paths = [tmp_path / "results/a", tmp_path / "results/figures"]
+    assert len(report.find_runs(paths, tmp_path / "results")) == 1
+    with pytest.raises(SystemExit):
+        report.find_runs(paths, tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("config.json", None, "there is no run in bad"),
+        ("config.json", "{", "JSONDecodeError"),
+        ("config.json", "{}", "env_id"),
+        ("evaluations.csv", None, "neither an evaluation"),
+        ("evaluations.csv", "", "EmptyDataError"),
+        ("evaluations.csv", "global_step,return\n", "neither an evaluation"),
+        ("evaluations.csv", "global_step,return\n1,high\n", "high"),
+        ("evaluations.csv", "step,return\n1,2\n", "global_step"),
+        ("progress.csv", "step\n1\n", "global_step"),
+    ],
+)
+def test_bad_input(name, text, complaint, page, tmp_path, capfd):
+    write_run(tmp_path / "good/1", {1: [1]})
+    path = write_run(tmp_path / "bad/1", {1: [1]}) / name
+    path.unlink() if text is None else path.write_text(text)
+    before = contents(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        page("good", "bad")
+    assert stopped.value.code == 2
+    assert re.fullmatch(f"error: .*{complaint}.*\n", capfd.readouterr().err)
+    assert contents(tmp_path) == before
+
+
+def test_no_folder(page, capfd):
+    with pytest.raises(SystemExit) as stopped:
+        page("nowhere")
+    assert stopped.value.code == 2
+    assert re.fullmatch("error: .*nowhere\n", capfd.readouterr().err)
+
+
+def test_bad_command(tmp_path):
+    refused = run_python(REPOSITORY / "benchmark" / "report.py", "--x=years", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert re.fullmatch("error: .*\n", refused.stderr)
+    assert not any(tmp_path.iterdir())
