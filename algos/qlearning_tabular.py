@@ -30,7 +30,7 @@ learn from are epsilon-greedy: the best so far, or with probability epsilon any.
 The first command ends within 0.01 of the return of the exact solution for its gamma, 0.740, and so do those
 for FrozenLake's larger map, 0.632, and for Blackjack, -0.043:
 
-    python qlearning_tabular.py --greedy --map-name 8x8 --total-timesteps 2000000
+    python qlearning_tabular.py --greedy --map-name 8x8 --total-timesteps 4000000
     python qlearning_tabular.py --greedy --env-id Blackjack-v1 --gamma 1 --alpha-decay 0.8
 
 A run is a function of its arguments: at each checkpoint every generator is reseeded and the environment is

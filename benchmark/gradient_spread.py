@@ -28,7 +28,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "algos" / "reinforce_cartpole.py"
 class Args:
     run: Annotated[Path, tyro.conf.Positional]
     """run folder or model.pt of reinforce_cartpole, trained with the estimator baseline for its values"""
-    episodes: int = 1000
+    episodes: int = 10_000
     """episodes to play"""
     seed: int = 1
     """seed of the environments and of the actions"""

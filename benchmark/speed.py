@@ -2,6 +2,7 @@
 
     python benchmark/speed.py --script ppo_continuous     # about five minutes on one core
     python benchmark/speed.py --script a2c_atari          # about five minutes on two cores
+    python benchmark/speed.py --script qlearning_tabular  # a minute; it has no peer
 
 Each repetition starts every contender in turn as a process of its own, on the same number of threads with
 the same settings, so that a change of the machine's speed meets all of them; ratios are taken within a
@@ -74,7 +75,7 @@ CONTESTS = {
 
 @dataclass
 class Args:
-    script: Literal["ppo_continuous", "a2c_atari"] = "ppo_continuous"
+    script: Literal["ppo_continuous", "a2c_atari", "qlearning_tabular"] = "ppo_continuous"
     """script of algos/ that is timed"""
     repetitions: int = 5
     """times that each contender is run"""
@@ -267,7 +268,37 @@ def a2c_parts(contest: Contest) -> dict[str, float]:
     return parts
 
 
+def tabular(repetitions: int, steps: int = 200_000) -> None:
+    """Print how fast tabular Q-learning is, and which share of its time the environment would take alone."""
+    script, rows = load("qlearning_tabular"), []
+    for env_id in ("FrozenLake-v1", "Blackjack-v1"):
+        runs = []
+        for _ in range(repetitions):
+            with tempfile.TemporaryDirectory() as folder:
+                limits = ["--eval-interval=0", f"--checkpoint-interval={steps}", f"--total-timesteps={steps}"]
+                command = [sys.executable, str(ALGOS / "qlearning_tabular.py"), "--env-id", env_id, *limits]
+                run([*command, f"--run-dir={folder}/run"], 1)
+                from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+                events = EventAccumulator(f"{folder}/run").Reload()
+                speed = statistics.median(scalar.value for scalar in events.Scalars("charts/SPS"))
+            env, rng = script.make_env(script.Args(env_id=env_id)), np.random.default_rng(0)
+            actions = rng.integers(env.action_space.n, size=steps).tolist()
+            env.reset(seed=0)
+            started = time.perf_counter()
+            for action in actions:
+                *_, terminated, truncated, _ = env.step(action)
+                if terminated or truncated:
+                    env.reset()
+            runs.append((speed, speed * (time.perf_counter() - started) / steps))
+        speed, share = (statistics.median(column) for column in zip(*runs, strict=True))
+        rows.append(f"| {env_id} | {speed:,.0f} | {share:.0%} |")
+    print("| | steps/s | of which the environment |\n|---|---|---|", *rows, sep="\n")
+
+
 def main(args: Args) -> None:
+    if args.script == "qlearning_tabular":
+        return tabular(args.repetitions)
     contest, parts = CONTESTS[args.script], {"ppo_continuous": ppo_parts, "a2c_atari": a2c_parts}[args.script]
     results = {name: [] for name in (*contest.variants, "Stable-Baselines3")}
     for _ in range(args.repetitions):
