@@ -360,7 +360,10 @@ def learning_figure(named: dict[str, list[Run]], axis: str, footer: str) -> byte
                 line = {"color": COLOURS[i % 7], "ls": LINES[i // 7 % 4]}
                 error_band = curve["mean"] - curve["stderr"], curve["mean"] + curve["stderr"]
                 low, high = error_band if centre == "mean" else (curve["low"], curve["high"])
-                ax.plot(curve.index, curve[centre], label=f"{name}, {count(named[name], 'seed')}", **line)
+                one = {"marker": "o", "ms": 4} if len(curve) == 1 else {}  # no line shows a single evaluation
+                ax.plot(
+                    curve.index, curve[centre], label=f"{name}, {count(named[name], 'seed')}", **line, **one
+                )
                 ax.fill_between(curve.index, low, high, color=line["color"], alpha=0.2, lw=0)
         draw_references(ax, runs, label=ax is axes[-1])
         ax.set_title(title)
