@@ -536,10 +536,10 @@ def train(args: Args) -> None:
             values.append(step_values.squeeze(-1))
             actions.append(step_actions)
             reward_buffer[t], done_buffer[t] = np.sign(reward), terminated | truncated
-            if (cut_off := truncated & ~terminated).any():
-                final_obs = torch.from_numpy(info["final_obs"][cut_off]).to(device)
+            if truncated.any():  # then not terminated, says ale-py
+                final_obs = torch.from_numpy(info["final_obs"][truncated]).to(device)
                 with torch.no_grad():
-                    bootstraps[t, torch.from_numpy(cut_off)] = agent(final_obs)[1].squeeze(-1)
+                    bootstraps[t, torch.from_numpy(truncated)] = agent(final_obs)[1].squeeze(-1)
             episode_return += reward
             episode_length += 1
             over = info["episode_frame_number"] < frame_number  # the game, not a life alone

@@ -230,7 +230,8 @@ def test_every_transition_is_learned_from_once(atari, train, monkeypatch):
             np.testing.assert_array_equal(seen, observations[step])
             assert torch.equal(loss_arguments[0][3 * t : 3 * t + 3], logits)
             assert torch.equal(loss_arguments[1][3 * t : 3 * t + 3].reshape(critic.shape), critic)
-            if (cut_off := truncated[step] & ~terminated[step]).any():
+            assert not (terminated[step] & truncated[step]).any()
+            if (cut_off := truncated[step]).any():
                 (_, seen), output = next(queue)
                 np.testing.assert_array_equal(seen, infos[step]["final_obs"][cut_off])
                 bootstraps[t, cut_off] = value(output)
