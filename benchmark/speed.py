@@ -24,9 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-os.environ["GOMP_SPINCOUNT"] = (
-    "5000"  # as a2c_atari.py has it, for its parts in this process; no child gets it
-)
+# As a2c_atari.py has it, for its parts in this process; no child gets it.
+os.environ["GOMP_SPINCOUNT"] = "20000"
 
 import numpy as np
 import torch
@@ -242,14 +241,20 @@ def a2c_parts(contest: Contest) -> dict[str, float]:
     optimizer = torch.optim.RMSprop(agent.parameters())
     actions, returns = torch.zeros(batch_size, dtype=torch.int64), torch.zeros(batch_size)
 
-    def forward() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [agent(obs) for _ in range(args.num_steps)]
+    script.keep_freed_memory()
+
+    @torch.no_grad()
+    def forward() -> list[list[torch.Tensor]]:
+        return [agent.activations(obs) for _ in range(args.num_steps)]
 
     def update() -> None:
-        logits, values = map(torch.cat, zip(*forward(), strict=True))
+        activations = [torch.cat(steps) for steps in zip(*forward(), strict=True)]
+        features = activations[-1].requires_grad_()
+        logits, values = agent.heads(features)
         loss, *_ = script.a2c_loss(logits, values.squeeze(-1), actions, returns, args)
         optimizer.zero_grad()
         loss.backward()
+        agent.backward(activations, features.grad)
         torch.nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         optimizer.step()
 

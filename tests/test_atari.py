@@ -194,7 +194,7 @@ def test_a_reset_leaves_nothing_of_what_was_before(atari, env_id):
 def test_every_transition_is_learned_from_once(atari, train, monkeypatch):
     """Observations, actions, signs of rewards, ends by a lost life too, values of what was cut off."""
     histories, passes, calls, losses = games(atari, monkeypatch), [], [], []
-    forward, name = atari.AtariAgent.forward, f"{atari.SCRIPT.removesuffix('_atari')}_loss"
+    name = f"{atari.SCRIPT.removesuffix('_atari')}_loss"
 
     def record(function, into):
         def wrapper(*args):
@@ -204,7 +204,13 @@ def test_every_transition_is_learned_from_once(atari, train, monkeypatch):
 
         return wrapper
 
-    monkeypatch.setattr(atari.AtariAgent, "forward", record(forward, passes))
+    activations = atari.AtariAgent.activations
+
+    def outputs(agent, obs):
+        passes.append((obs.clone(), [x.detach() for x in agent.heads(activations(agent, obs)[-1])]))
+        return activations(agent, obs)
+
+    monkeypatch.setattr(atari.AtariAgent, "activations", outputs)
     monkeypatch.setattr(atari, "n_step_returns", record(atari.n_step_returns, calls))
     monkeypatch.setattr(atari, name, record(getattr(atari, name), losses))
     settings = {"env_id": "PlainRL/SpaceInvaders-v0", "eval_interval": 0, "gamma": 0.9}
@@ -217,8 +223,8 @@ def test_every_transition_is_learned_from_once(atari, train, monkeypatch):
     assert np.any(terminated)
     assert np.any(truncated)
 
-    def value(agent_output) -> torch.Tensor:
-        logits, critic = (x.detach() for x in agent_output)
+    def value(output) -> torch.Tensor:
+        logits, critic = output
         return (logits.softmax(-1) * critic).sum(-1) if critic.shape[-1] > 1 else critic[:, 0]
 
     queue = iter(passes)
@@ -226,16 +232,19 @@ def test_every_transition_is_learned_from_once(atari, train, monkeypatch):
         bootstraps = np.zeros((5, 3), np.float32)
         for t in range(5):
             step = 5 * update + t
-            (_, seen), (logits, critic) = next(queue)
+            seen, (logits, critic) = next(queue)
             np.testing.assert_array_equal(seen, observations[step])
-            assert torch.equal(loss_arguments[0][3 * t : 3 * t + 3], logits)
-            assert torch.equal(loss_arguments[1][3 * t : 3 * t + 3].reshape(critic.shape), critic)
+            close = {"atol": 1e-6, "rtol": 1e-5}  # of heads over batches of 3 and of 15
+            torch.testing.assert_close(loss_arguments[0][3 * t : 3 * t + 3], logits, **close)
+            torch.testing.assert_close(
+                loss_arguments[1][3 * t : 3 * t + 3].reshape(critic.shape), critic, **close
+            )
             assert not (terminated[step] & truncated[step]).any()
             if (cut_off := truncated[step]).any():
-                (_, seen), output = next(queue)
+                seen, output = next(queue)
                 np.testing.assert_array_equal(seen, infos[step]["final_obs"][cut_off])
                 bootstraps[t, cut_off] = value(output)
-        (_, seen), output = next(queue)
+        seen, output = next(queue)
         np.testing.assert_array_equal(seen, observations[5 * update + 5])
         rows = slice(5 * update, 5 * update + 5)
         np.testing.assert_array_equal(arguments[0], np.sign(rewards[rows]))
@@ -386,6 +395,26 @@ def test_video_shows_the_game_that_is_played(atari):
     assert similarity[0] > 0.95
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_gradients_by_hand_are_those_of_autograd(atari, bf16):
+    torch.manual_seed(0)
+    agent, obs = atari.AtariAgent(6, 6, bf16), torch.randint(256, (8, 4, 84, 84), dtype=torch.uint8)
+    for layer in agent.children():
+        torch.nn.init.normal_(layer.bias, std=0.1)
+    features = agent.activations(obs)[-1]
+    features.retain_grad()
+    logits, values = agent.heads(features)
+    (logits.logsumexp(-1) + values.square().sum(-1)).mean().backward()
+    expected = [p.grad for p in agent.parameters()]
+    agent.conv1.weight.grad = agent.conv2.bias.grad = agent.hidden.weight.grad = None
+    with torch.no_grad():
+        activations = agent.activations(obs)
+    agent.backward(activations, features.grad)
+    for x, y in zip((p.grad for p in agent.parameters()), expected, strict=True):
+        assert x.dtype == y.dtype == torch.float32
+        assert (x - y).abs().max() <= 1e-5 * y.abs().max() > 0
+
+
 def test_bf16_is_close_to_float32(atari):
     torch.manual_seed(0)
     agent, obs = atari.AtariAgent(6, 6, False), torch.randint(256, (8, 4, 84, 84), dtype=torch.uint8)
@@ -480,7 +509,7 @@ def test_a2c_loss_and_gradient_are_those_of_stable_baselines3(a2c):
     layers = [*peer.policy.features_extractor.modules(), peer.policy.action_net, peer.policy.value_net]
     layers = [layer for layer in layers if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear)]
     for ours, theirs in zip(agent.children(), layers, strict=True):
-        theirs.load_state_dict(ours.state_dict())
+        theirs.load_state_dict({k: v.view_as(theirs.state_dict()[k]) for k, v in ours.state_dict().items()})
     obs = torch.randint(256, (num_steps, num_envs, 4, 84, 84), dtype=torch.uint8)
     actions = torch.randint(num_actions, (num_steps, num_envs))
     rewards, done = torch.randn(num_steps, num_envs), torch.rand(num_steps, num_envs) < 0.2
@@ -508,7 +537,7 @@ def test_a2c_loss_and_gradient_are_those_of_stable_baselines3(a2c):
     assert -entropy.item() == pytest.approx(logged["train/entropy_loss"], abs=1e-5)
     for ours, theirs in zip(agent.children(), layers, strict=True):
         for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(x.grad, y.grad, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(x.grad.view_as(y), y.grad, atol=1e-5, rtol=1e-5)
 
 
 # What only the Q critic has.
