@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from conftest import REPOSITORY, run_script
 
 RESULTS = REPOSITORY / "benchmark" / "results"
@@ -24,9 +25,10 @@ def test_committed_cheetah_runs(tmp_path):
     assert float(re.search(r"mean ([\d.]+)", played.stdout)[1]) > 6000
 
 
-def test_committed_pong_player_wins(tmp_path):
-    """A random policy loses by 20 points."""
-    model = RESULTS / "a2c" / "PongNoFrameskip-v4.pt"
+@pytest.mark.parametrize(("game", "score"), [("Pong", 10), ("SpaceInvaders", 300)])
+def test_committed_atari_players_score(tmp_path, game, score):
+    """A random policy loses Pong by 20 points, and makes about 150 in SpaceInvaders."""
+    model = RESULTS / "a2c" / f"{game}NoFrameskip-v4.pt"
     played = run_script("a2c_atari", "--evaluate", model, "--eval-episodes", 2, cwd=tmp_path)
     assert played.returncode == 0, played.stderr
-    assert float(re.search(r"mean ([\d.]+)", played.stdout)[1]) > 10
+    assert float(re.search(r"mean (-?[\d.]+)", played.stdout)[1]) > score
