@@ -166,9 +166,10 @@ RANGES |= {"stop_at_return": (-sys.float_info.max, sys.float_info.max)}
 class AtariAgent(nn.Module):
     """The network of Mnih et al. 2015 (Nature 518, p. 529), with a policy's and a critic's head.
 
-    Orthogonal weights, with gain sqrt 2, 0.01 for the policy and 1 for the critic; biases zero. The hidden
-    layer is fully connected, to pictures of 7x7; as a convolution it takes half the time in float32. With
-    bf16, all but the heads is computed in bfloat16.
+    Orthogonal weights, with gain sqrt 2, 0.01 for the policy and for a critic of actions, whose first
+    differences between them mean nothing, 1 for a critic of states; biases zero. The hidden layer is fully
+    connected, to pictures of 7x7; as a convolution it takes half the time in float32. With bf16, all but the
+    heads is computed in bfloat16.
     """
 
     def __init__(self, num_actions: int, num_values: int, bf16: bool):
@@ -181,7 +182,8 @@ class AtariAgent(nn.Module):
         self.policy = nn.Linear(512, num_actions)
         self.critic = nn.Linear(512, num_values)
         for layer in self.children():
-            gain = {self.policy: 0.01, self.critic: 1.0}.get(layer, math.sqrt(2))
+            heads = {self.policy: 0.01, self.critic: 0.01 if ACTION_VALUES else 1.0}
+            gain = heads.get(layer, math.sqrt(2))
             nn.init.orthogonal_(layer.weight, gain)
             nn.init.zeros_(layer.bias)
 

@@ -605,6 +605,18 @@ def test_baselines_give_a_whole_network_the_same_gradient(qcritic):
         torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-4)
 
 
+def test_first_action_values_hardly_differ(atari):
+    """A policy that follows differences by chance has decided before anything is learned."""
+    torch.manual_seed(0)
+    num_values = 5 if atari.ACTION_VALUES else 1
+    agent = atari.AtariAgent(5, num_values, False)
+    probs = agent(torch.randint(256, (8, 4, 84, 84), dtype=torch.uint8))[0].softmax(-1)
+    torch.testing.assert_close(probs, torch.full_like(probs, 0.2), atol=0.01, rtol=0)
+    gain = 0.01 if atari.ACTION_VALUES else 1.0
+    product = agent.critic.weight @ agent.critic.weight.T
+    torch.testing.assert_close(product, gain**2 * torch.eye(num_values), atol=1e-6, rtol=0)
+
+
 def test_expected_values(qcritic):
     logits, q_values = torch.tensor([[0.0, math.log(3)]]), torch.tensor([[4.0, 8.0]])
     assert qcritic.expected_values(logits, q_values).tolist() == pytest.approx([7.0])
