@@ -1,8 +1,9 @@
 """Steps a second of a script and of its Stable-Baselines3 peer, and where the script's time goes.
 
-    python benchmark/speed.py --script ppo_continuous     # about five minutes on one core
-    python benchmark/speed.py --script a2c_atari          # about five minutes on two cores
-    python benchmark/speed.py --script qlearning_tabular  # a minute; it has no peer
+    python benchmark/speed.py --script ppo_continuous           # about five minutes on one core
+    python benchmark/speed.py --script a2c_atari                # about five minutes on two cores
+    python benchmark/speed.py --script a2c_atari --device cuda  # the same where the networks run on a GPU
+    python benchmark/speed.py --script qlearning_tabular        # a minute; it has no peer
 
 Each repetition starts every contender in turn as a process of its own, on the same number of threads with
 the same settings, so that a change of the machine's speed meets all of them; ratios are taken within a
@@ -27,6 +28,7 @@ from typing import Literal
 # As a2c_atari.py has it, for its parts in this process; no child gets it.
 os.environ["GOMP_SPINCOUNT"] = "20000"
 
+import gymnasium as gym
 import numpy as np
 import torch
 import tyro
@@ -70,42 +72,49 @@ CONTESTS = {
         variants={"PlainRL": (), "PlainRL --bf16": ("--bf16",)},
     ),
 }
+CONTESTS["qcritic_atari"] = CONTESTS["a2c_atari"]  # its peer too
+# The scripts without a peer, what they are timed on, and with which settings.
+ALONE = {
+    "reinforce_cartpole": (("CartPole-v1",), {"total_episodes": 2000}),
+    "qlearning_tabular": (("FrozenLake-v1", "Blackjack-v1"), {"total_timesteps": 200_000}),
+}
 
 
 @dataclass
 class Args:
-    script: Literal["ppo_continuous", "a2c_atari", "qlearning_tabular"] = "ppo_continuous"
+    script: Literal[*CONTESTS, *ALONE] = "ppo_continuous"
     """script of algos/ that is timed"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where the networks of a script with a peer, and of the peer, run"""
     repetitions: int = 5
     """times that each contender is run"""
 
 
-def time_script(name: str, *flags: str) -> tuple[float, float]:
+def time_script(
+    name: str, env_id: str, threads: int, settings: dict[str, object], *flags: str
+) -> tuple[float, float]:
     """Steps a second (median over what the run logged) and peak memory in MB of a script."""
-    contest = CONTESTS[name]
     with tempfile.TemporaryDirectory() as folder:
-        settings = contest.settings | {"torch_threads": contest.threads, "total_timesteps": contest.steps}
-        settings |= {"eval_interval": 0, "checkpoint_interval": 10 * contest.steps, "device": "cpu"}
+        settings = settings | {"env_id": env_id, "eval_interval": 0, "checkpoint_interval": 1_000_000}
         options = [f"--{k.replace('_', '-')}={v}" for k, v in settings.items()]
-        command = [sys.executable, str(ALGOS / f"{name}.py"), "--env-id", contest.env_id, *options, *flags]
-        megabytes, _ = run([*command, f"--run-dir={folder}/run"], contest.threads)
+        command = [sys.executable, str(ALGOS / f"{name}.py"), *options, *flags]
+        megabytes, _ = run([*command, f"--run-dir={folder}/run"], threads)
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(f"{folder}/run").Reload()
         return statistics.median(scalar.value for scalar in events.Scalars("charts/SPS")[1:]), megabytes
 
 
-def time_peer(name: str) -> tuple[float, float]:
+def time_peer(name: str, device: str) -> tuple[float, float]:
     """The same of the script's peer."""
-    this = [sys.executable, str(Path(__file__).resolve()), "--peer", name]
+    this = [sys.executable, str(Path(__file__).resolve()), "--peer", name, device]
     megabytes, output = run(this, CONTESTS[name].threads)
     return json.loads(output), megabytes
 
 
-def peer(name: str) -> None:
+def peer(name: str, device: str) -> None:
     """Print the peer's steps a second, by a callback from one rollout's start to the next."""
     import ale_py
-    import gymnasium as gym
     from stable_baselines3 import A2C, PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_atari_env
@@ -130,12 +139,12 @@ def peer(name: str) -> None:
             "batch_size": batch_size // settings["num_minibatches"],
             "n_epochs": settings["update_epochs"],
         }
-        model = PPO("MlpPolicy", contest.env_id, n_steps=settings["num_steps"], **size, device="cpu")
+        model = PPO("MlpPolicy", contest.env_id, n_steps=settings["num_steps"], **size, device=device)
     else:
         # Of its two vector environments DummyVecEnv is the faster one on two cores.
         envs = VecFrameStack(make_atari_env(contest.env_id, settings["num_envs"]), n_stack=4)
         model = A2C(
-            "CnnPolicy", envs, n_steps=settings["num_steps"], vf_coef=0.25, ent_coef=0.01, device="cpu"
+            "CnnPolicy", envs, n_steps=settings["num_steps"], vf_coef=0.25, ent_coef=0.01, device=device
         )
     clock, rollouts = Clock(), contest.steps // batch_size
     model.learn((rollouts + 1) * batch_size, callback=clock)
@@ -174,11 +183,11 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def ppo_parts(contest: Contest) -> dict[str, float]:
+def ppo_parts(name: str, contest: Contest) -> dict[str, float]:
     """Microseconds for each environment step of the parts of the script, each alone, and of their floors."""
     import mujoco
 
-    script = load("ppo_continuous")
+    script = load(name)
     args = script.Args(env_id=contest.env_id, **contest.settings)
     envs = script.make_envs(contest.env_id, 1)
     obs, _ = envs.reset(seed=0)
@@ -230,9 +239,10 @@ def ppo_parts(contest: Contest) -> dict[str, float]:
     }
 
 
-def a2c_parts(contest: Contest) -> dict[str, float]:
+def atari_parts(name: str, contest: Contest) -> dict[str, float]:
     """Microseconds for each environment step of the parts of the script, each alone."""
-    script = load("a2c_atari")
+    script = load(name)
+    compute_loss = getattr(script, f"{name.removesuffix('_atari')}_loss")
     args = script.Args(env_id=contest.env_id, **contest.settings)
     batch_size, rng = args.num_steps * args.num_envs, np.random.default_rng(0)
     envs = script.make_atari_envs(args.env_id, args.num_envs, life_loss=True)
@@ -251,7 +261,7 @@ def a2c_parts(contest: Contest) -> dict[str, float]:
         activations = [torch.cat(steps) for steps in zip(*forward(), strict=True)]
         features = activations[-1].requires_grad_()
         logits, values = agent.heads(features)
-        loss, *_ = script.a2c_loss(logits, values.squeeze(-1), actions, returns, args)
+        loss, *_ = compute_loss(logits, values.squeeze(-1), actions, returns, args)
         optimizer.zero_grad()
         loss.backward()
         agent.backward(activations, features.grad)
@@ -273,21 +283,14 @@ def a2c_parts(contest: Contest) -> dict[str, float]:
     return parts
 
 
-def tabular(repetitions: int, steps: int = 200_000) -> None:
-    """Print how fast tabular Q-learning is, and which share of its time the environment would take alone."""
-    script, rows = load("qlearning_tabular"), []
-    for env_id in ("FrozenLake-v1", "Blackjack-v1"):
+def alone(name: str, repetitions: int, steps: int = 200_000) -> None:
+    """Print how fast a script without a peer is, and which share of that its environment takes alone."""
+    (env_ids, settings), rows = ALONE[name], []
+    for env_id in env_ids:
         runs = []
         for _ in range(repetitions):
-            with tempfile.TemporaryDirectory() as folder:
-                limits = ["--eval-interval=0", f"--checkpoint-interval={steps}", f"--total-timesteps={steps}"]
-                command = [sys.executable, str(ALGOS / "qlearning_tabular.py"), "--env-id", env_id, *limits]
-                run([*command, f"--run-dir={folder}/run"], 1)
-                from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-                events = EventAccumulator(f"{folder}/run").Reload()
-                speed = statistics.median(scalar.value for scalar in events.Scalars("charts/SPS"))
-            env, rng = script.make_env(script.Args(env_id=env_id)), np.random.default_rng(0)
+            speed, _ = time_script(name, env_id, 1, settings)
+            env, rng = gym.make(env_id), np.random.default_rng(0)
             actions = rng.integers(env.action_space.n, size=steps).tolist()
             env.reset(seed=0)
             started = time.perf_counter()
@@ -302,15 +305,20 @@ def tabular(repetitions: int, steps: int = 200_000) -> None:
 
 
 def main(args: Args) -> None:
-    if args.script == "qlearning_tabular":
-        return tabular(args.repetitions)
-    contest, parts = CONTESTS[args.script], {"ppo_continuous": ppo_parts, "a2c_atari": a2c_parts}[args.script]
+    if args.script in ALONE:
+        return alone(args.script, args.repetitions)
+    contest, parts = CONTESTS[args.script], ppo_parts if args.script == "ppo_continuous" else atari_parts
+    settings = {"torch_threads": contest.threads, "total_timesteps": contest.steps, "device": args.device}
     results = {name: [] for name in (*contest.variants, "Stable-Baselines3")}
     for _ in range(args.repetitions):
         for name, flags in contest.variants.items():
-            results[name].append(time_script(args.script, *flags))
-        results["Stable-Baselines3"].append(time_peer(args.script))
-    print(f"{args.script}, {contest.env_id}, {contest.threads} thread(s), {contest.settings}\n")
+            options = contest.settings | settings
+            timed = time_script(args.script, contest.env_id, contest.threads, options, *flags)
+            results[name].append(timed)
+        results["Stable-Baselines3"].append(time_peer(args.script, args.device))
+    print(
+        f"{args.script}, {contest.env_id}, {contest.threads} thread(s), {args.device}, {contest.settings}\n"
+    )
     print("| | steps/s | times Stable-Baselines3 (min to max) | peak memory |\n|---|---|---|---|")
     for name, runs in results.items():
         ratios = [
@@ -319,18 +327,20 @@ def main(args: Args) -> None:
         speed, memory = (statistics.median(column) for column in zip(*runs, strict=True))
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"| {name} | {speed:,.0f} | {spread} | {memory:.0f} MB |")
+    if args.device == "cuda":  # the parts are timed on the CPU
+        return
     torch.set_num_threads(contest.threads)
     print("\n| part, alone | us for each step | steps/s |\n|---|---|---|")
     loops = {
         f"whole loop, {name}": 1e6 / statistics.median(speed for speed, _ in results[name])
         for name in contest.variants
     }
-    for part, time_per_step in (parts(contest) | loops).items():
+    for part, time_per_step in (parts(args.script, contest) | loops).items():
         print(f"| {part} | {time_per_step:.1f} | {1e6 / time_per_step:,.0f} |")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--peer"]:
-        peer(sys.argv[2])
+        peer(*sys.argv[2:])
     else:
         main(tyro.cli(Args))
