@@ -9,7 +9,7 @@ those of algos/a2c_atari.py. What learns is Stable-Baselines3, with
     its own defaults    unlike the scripts it normalises neither observations nor rewards and keeps its step
                         size; PPO has 64-64 networks and log standard deviations that start at 0;
     --zoo               what the RL Zoo tuned: PPO on HalfCheetah (observations and rewards normalised), A2C
-                        on Atari (epsilon inside RMSprop's root), SAC on MuJoCo, DQN on CartPole;
+                        on Atari (epsilon inside RMSprop's root), SAC on MuJoCo, DQN on CartPole and Atari;
     --same-settings     what the scripts have by default, for PPO and A2C: their networks and falling step
                         sizes, and for PPO VecNormalize, which does nearly what ppo_continuous.py does.
 
@@ -106,6 +106,9 @@ def settings(args: Args, atari: bool) -> dict:
             dqn |= {"gamma": 0.99, "target_update_interval": 10, "train_freq": 256, "gradient_steps": 128}
             dqn |= {"exploration_fraction": 0.16, "exploration_final_eps": 0.04}
             return dqn | {"policy_kwargs": {"net_arch": [256, 256]}}
+        case ("dqn", "zoo") if atari:
+            dqn = {"buffer_size": 100_000, "learning_starts": 100_000, "target_update_interval": 1000}
+            return dqn | {"exploration_final_eps": 0.01}
     return {}
 
 
@@ -244,7 +247,7 @@ def train(args: Args) -> BaseAlgorithm:
     try:
         model = ALGORITHMS[args.algorithm](policy, env, seed=args.seed, device="cpu", **arguments)
         run_dir.mkdir(parents=True, exist_ok=True)
-    except (AssertionError, ValueError, OSError) as exception:
+    except (AssertionError, ValueError, OSError, MemoryError) as exception:
         script.error(f"{args.algorithm} on {args.env_id} in {run_dir}: {exception}")
     log = script.RunLog(args, run_dir, 0)
     model.learn(args.total_timesteps, callback=Watch(script, args, log, envs, eval_envs))

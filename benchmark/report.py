@@ -545,8 +545,9 @@ def main(args: Args) -> None:
     runs = [read_run(folder) for folder in find_runs(args.runs, args.out)]
     if args.table:
         named = [curves(same) for same in group(runs, ["env_id"]).values()]
+        told_apart = any(len(on_one) > 1 for on_one in named)
         rows = [
-            final_row(name if len(on_one) > 1 else "", seeds, full=False)
+            final_row(name if told_apart else "", seeds, full=False)
             for on_one in named
             for name, seeds in on_one.items()
         ]
