@@ -59,7 +59,8 @@ A section is a grid of runs, a figure one of its environments. Training: the ret
 on, averaged in 50 bins; the band is the standard error over seeds. Evaluation: episodes in environments of
 their own; the band is the standard error over all episodes of all seeds or, about the interquartile mean of
 the seeds' means, the 95% bootstrap interval over seeds (by rliable). Dotted: published. In the tables, mean
-and standard error are over seeds, and the time is that of training, without evaluations. All of it made by"""
+and standard error are over seeds or, of a single one, over its episodes, and the time is that of training,
+without evaluations. All of it made by"""
 
 
 @dataclass
@@ -430,15 +431,16 @@ def final_row(name: str, runs: list[Run], full: bool) -> dict[str, str]:
     finals = [run.mean_returns() for run in runs]
     steps, means = ([f.index[-1] for f in finals], np.array([f.iloc[-1] for f in finals]))
     show = partial(number, like=np.abs(means).max())
-    episodes = (runs[0].evaluations["global_step"] == steps[0]).sum()
+    episodes = runs[0].evaluations.loc[runs[0].evaluations["global_step"] == steps[0], "return"]
+    error_of_mean = stderr(means if len(runs) > 1 else episodes)
     mode = "greedy" if runs[0].config.get("greedy") else "sampled"
     row = {
         "environment": runs[0].config["env_id"],
         "runs": name,
         "steps": f"{max(steps):,.0f}",
         "seeds": f"{len(runs)}",
-        "episodes each": f"{episodes} {mode}" if episodes else "100 in training",
-        "mean return": f"{show(means.mean())} ± {show(stderr(means))}" if len(runs) > 1 else show(means[0]),
+        "episodes each": f"{len(episodes)} {mode}" if len(episodes) else "100 in training",
+        "mean return": show(means.mean()) + ("" if np.isnan(error_of_mean) else f" ± {show(error_of_mean)}"),
         "lowest to highest seed": f"{show(means.min())} to {show(means.max())}",
     }
     if full:

@@ -182,6 +182,13 @@ def test_table_alone(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("returns", "shown"), [([2, 5], "3.500 ± 1.500"), ([2], "2.000")])
+def test_one_seed_shows_the_error_over_its_episodes(tmp_path, returns, shown):
+    write_run(tmp_path / "grid", {1: [0, 9], 1500: returns})
+    printed = run_python(REPOSITORY / "benchmark" / "report.py", "grid", "--table", cwd=tmp_path)
+    assert f"| {shown} |" in printed.stdout
+
+
 def test_folder_of_cleanrl(report, runs, page, tmp_path):
     for seed in (1, 2):
         folder = tmp_path / f"cleanrl/Swimmer-v4__ppo_continuous_action__{seed}__1700000000"
