@@ -27,7 +27,9 @@ Q^(s, a) with --baseline none, Q^(s, a) - V~(s) with --baseline value, where V~(
 R is the n-step return: the rewards of the rollout from here on, and V~ of the state where it ends.
 
 The sum buys a gradient without the variance of sampled actions. It costs bias wherever Q^ is wrong, about
-actions that were not taken above all, which nothing corrects until they are. The baseline changes nothing:
+actions that were not taken above all, which nothing corrects until they are. For a given Q^ the maximum at a
+state is pi = softmax(pg_coef Q^ / ent_coef), so differences of many times ent_coef / pg_coef all but end the
+trying of other actions, right or wrong. The baseline changes nothing:
 
     sum_a grad pi(a|s) (Q^(s, a) - V~(s)) = sum_a grad pi(a|s) Q^(s, a) - V~(s) grad sum_a pi(a|s),
     and sum_a pi(a|s) = 1 has the gradient 0.
@@ -147,7 +149,7 @@ class Args:
     """discount factor"""
     pg_coef: float = 1.0
     """coefficient of the policy loss"""
-    ent_coef: float = 0.01
+    ent_coef: float = 0.02
     """coefficient of the entropy bonus"""
     vf_coef: float = 0.5
     """coefficient of the value loss"""
