@@ -294,8 +294,10 @@ def export_run(run_dir: Path, results: Path) -> None:
     scalars = read_scalars(run_dir)
     temporary = results.with_name(f"{results.name}.tmp")
     temporary.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "evaluations.csv"):
-        shutil.copyfile(run_dir / name, temporary / name)
+    # Where the run lay is nobody else's business, and may be an absolute path.
+    config = json.loads((run_dir / "config.json").read_text()) | dict.fromkeys(NOT_SETTINGS)
+    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shutil.copyfile(run_dir / "evaluations.csv", temporary / "evaluations.csv")
     with (temporary / "progress.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("global_step", *sorted(scalars)))

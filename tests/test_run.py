@@ -85,9 +85,8 @@ def outcome(results: Path) -> dict:
     """All that a run says of itself but for where it ran, and how fast."""
     with (results / "progress.csv").open() as file:
         progress = [{k: v for k, v in row.items() if k != "charts/SPS"} for row in csv.DictReader(file)]
-    config = json.loads((results / "config.json").read_text())
     return {
-        "config": {k: v for k, v in config.items() if k not in ("run_dir", "resume")},
+        "config": (results / "config.json").read_text(),
         "evaluations": (results / "evaluations.csv").read_text(),
         "progress": progress,
     }
