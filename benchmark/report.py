@@ -58,9 +58,10 @@ HEAD = """# Results
 A section is a grid of runs, a figure one of its environments. Training: the returns of the episodes trained
 on, averaged in 50 bins; the band is the standard error over seeds. Evaluation: episodes in environments of
 their own; the band is the standard error over all episodes of all seeds or, about the interquartile mean of
-the seeds' means, the 95% bootstrap interval over seeds (by rliable). Dotted: published. In the tables, mean
-and standard error are over seeds or, of a single one, over its episodes, and the time is that of training,
-without evaluations. All of it made by"""
+the seeds' means, the 95% bootstrap interval over seeds (by rliable); a run that --stop-at-return ended stays
+at its last one, while curves of training end with the first run that does. Dotted: published. In the tables,
+mean and standard error are over seeds or, of a single one, over its episodes, and the time is that of
+training, without evaluations. All of it made by"""
 
 
 @dataclass
@@ -98,6 +99,11 @@ class Run:
         training = self.progress.set_index("global_step")
         recent = training[RECENT] if RECENT in training else training[RETURN].dropna().rolling(100, 1).mean()
         return recent.dropna()
+
+    def solved(self) -> bool:
+        """Whether --stop-at-return ended it."""
+        threshold = self.config.get("stop_at_return")
+        return threshold is not None and self.mean_returns().iloc[-1] >= threshold
 
 
 def error(message: str) -> NoReturn:
@@ -237,13 +243,14 @@ def stderr(values: np.ndarray) -> float:
 def evaluation_curve(runs: list[Run], axis: str) -> pd.DataFrame:
     """mean and stderr over all evaluation episodes of all runs; iqm, low, high over the runs' means; by x.
 
-    x goes as far as every run does. Where the runs were not evaluated at the same x, it is evenly spaced, and
-    each run stands there with its latest evaluation.
+    x goes as far as all runs that --stop-at-return did not end, or if it ended all, as the last. Where they
+    were not evaluated at the same x, it is evenly spaced. Each run stands with its latest evaluation.
     """
     evaluations = [list(run.evaluations.groupby("global_step")["return"]) for run in runs]
     steps = [np.array([step for step, _ in evaluation]) for evaluation in evaluations]
     xs = steps if axis == "steps" else [r.at(EPISODES, s) for r, s in zip(runs, steps, strict=True)]
-    first, last = max(x[0] for x in xs), min(x[-1] for x in xs)
+    going = [x[-1] for x, run in zip(xs, runs, strict=True) if not run.solved()]
+    first, last = max(x[0] for x in xs), min(going) if going else max(x[-1] for x in xs)
     grid = np.unique(np.concatenate([x[(x >= first) & (x <= last)] for x in xs]))
     if len(grid) > max(map(len, xs)):
         grid = np.linspace(first, last, max(map(len, xs)))

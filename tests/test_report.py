@@ -94,6 +94,16 @@ def test_an_unfinished_seed_ends_the_curve(report, runs, tmp_path):
     assert report.evaluation_curve(runs("grid"), "steps")["mean"].to_dict() == {1000: 2, 2000: 4}
 
 
+@pytest.mark.parametrize(
+    ("threshold", "mean"),
+    [(5, {1000: 2, 2000: 5, 3000: 7}), (7, {1000: 2, 2000: 5}), (None, {1000: 2, 2000: 5})],
+)
+def test_run_that_was_stopped_at_its_return_stays_there(report, runs, tmp_path, threshold, mean):
+    write_run(tmp_path / "grid/1", {1000: [1], 2000: [6]}, stop_at_return=threshold)
+    write_run(tmp_path / "grid/2", {1000: [3], 2000: [4], 3000: [8]}, stop_at_return=threshold, seed=2)
+    assert report.evaluation_curve(runs("grid"), "steps")["mean"].to_dict() == mean
+
+
 def test_curves_by_episodes(report, runs, tmp_path):
     for seed, pace in ((1, 100), (2, 50)):
         progress = [

@@ -367,7 +367,7 @@ def test_run_whose_node_is_lost_goes_on_on_another(monkeypatch):
         runner = start_grid(longer, "--ray-address", cluster.address)
         wait_for(lambda: in_the_middle(runs=2))
         cluster.remove_node(node, allow_graceful=False)
-        output, _ = runner.communicate(timeout=180)
+        output, _ = runner.communicate(timeout=600)
     finally:
         cluster.shutdown()
     assert runner.returncode == 0, output
