@@ -574,6 +574,17 @@ def test_critic_loss_touches_the_taken_action_alone(qcritic):
     assert in_logits is None
 
 
+@pytest.mark.parametrize("baseline", ["none", "value"])
+def test_policy_loss_is_the_expected_weight(qcritic, baseline):
+    """Under the policy the advantages have a mean of 0; the gradient does not tell a wrong baseline."""
+    logits, q_values, actions, returns = random_batch(0)
+    _, policy_loss, *_ = qcritic.qcritic_loss(
+        logits, q_values, actions, returns, qcritic.Args(baseline=baseline)
+    )
+    expected = -(logits.softmax(-1) * q_values).sum(-1).mean().item() if baseline == "none" else 0
+    assert policy_loss.item() == pytest.approx(expected)
+
+
 def test_total_is_the_weighted_sum(qcritic):
     args = qcritic.Args(pg_coef=0.3, vf_coef=0.7, ent_coef=0.2)
     total, policy_loss, value_loss, entropy = qcritic.qcritic_loss(*random_batch(0), args)
