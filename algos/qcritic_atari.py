@@ -28,8 +28,8 @@ R is the n-step return: the rewards of the rollout from here on, and V~ of the s
 
 The sum buys a gradient without the variance of sampled actions. It costs bias wherever Q^ is wrong, about
 actions that were not taken above all, which nothing corrects until they are. For a given Q^ the maximum at a
-state is pi = softmax(pg_coef Q^ / ent_coef), so differences of many times ent_coef / pg_coef all but end the
-trying of other actions, right or wrong. The baseline changes nothing:
+state is pi = softmax(pg_coef Q^ / ent_coef), so differences of many times ent_coef / pg_coef all but end
+exploration, also where they are wrong. The baseline changes nothing:
 
     sum_a grad pi(a|s) (Q^(s, a) - V~(s)) = sum_a grad pi(a|s) Q^(s, a) - V~(s) grad sum_a pi(a|s),
     and sum_a pi(a|s) = 1 has the gradient 0.

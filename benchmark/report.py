@@ -444,7 +444,7 @@ def final_row(name: str, runs: list[Run], full: bool) -> dict[str, str]:
     row = {
         "environment": runs[0].config["env_id"],
         "runs": name,
-        "steps": f"{max(steps):,.0f}",
+        "steps": " to ".join(f"{step:,.0f}" for step in sorted({min(steps), max(steps)})),
         "seeds": f"{len(runs)}",
         "episodes each": f"{len(episodes)} {mode}" if len(episodes) else "100 in training",
         "mean return": show(means.mean()) + ("" if np.isnan(error_of_mean) else f" ± {show(error_of_mean)}"),

@@ -183,12 +183,12 @@ def test_tables_of_a_page(page, tmp_path):
 
 def test_table_alone(tmp_path):
     for seed, value in enumerate((1, 3)):
-        write_run(tmp_path / f"grid/{seed}", {1: [0], 1500: [value, value]}, seed=seed)
+        write_run(tmp_path / f"grid/{seed}", {1: [0], 1500 - seed: [value, value]}, seed=seed)
     printed = run_python(REPOSITORY / "benchmark" / "report.py", "grid", "--table", cwd=tmp_path)
     assert printed.stdout.splitlines() == [
         "| environment | steps | seeds | episodes each | mean return | lowest to highest seed |",
         "|---|---|---|---|---|---|",
-        "| Swimmer-v4 | 1,500 | 2 | 2 greedy | 2.000 ± 1.000 | 1.000 to 3.000 |",
+        "| Swimmer-v4 | 1,499 to 1,500 | 2 | 2 greedy | 2.000 ± 1.000 | 1.000 to 3.000 |",
     ]
 
 
