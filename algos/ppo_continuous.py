@@ -15,92 +15,32 @@
 """Proximal policy optimization (PPO) for continuous actions.
 
 Schulman et al. 2017, arXiv 1707.06347, with the advantages of Schulman et al. 2015, arXiv 1506.02438 (GAE).
-Each rollout is passed over several times in minibatches; with r = pi(a|s) / pi_old(a|s) and GAE's A, PPO
-maximises
+Each rollout is used for several epochs of minibatches. With r = pi(a|s) / pi_old(a|s) and the advantage A
+from GAE, PPO maximises
 
     E[min(r A, clip(r, 1 - eps, 1 + eps) A)] - vf_coef/2 E[(V(s) - R)^2] + ent_coef H(pi),   R = A + V_old(s).
 
-    python ppo_continuous.py --env-id HalfCheetah-v4                         trains
-    python ppo_continuous.py --resume runs/RUN                               goes on from the last checkpoint
-    python ppo_continuous.py --evaluate runs/RUN --greedy --capture-video    plays
-
-A run is a function of its arguments: at each checkpoint every generator is reseeded and the environments are
-reset from (seed, global step), so that a run that was killed and resumed ends with the same bits as one that
-was not. A run ended by Ctrl-C or SIGTERM saves where it stands: one such point more than an uninterrupted run
-has.
+    python ppo_continuous.py --env-id HalfCheetah-v4                trains
+    python ppo_continuous.py --resume runs/RUN                      goes on from the last checkpoint
+    python ppo_continuous.py --evaluate runs/RUN --capture-video    plays
 """
 
-import contextlib
-import csv
-import importlib.metadata
-import io
-import json
 import math
-import os
-import platform
-import re
-import shlex
-import signal
-import subprocess
 import sys
-import time
-import warnings
-from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
-
-SCRIPT = "ppo_continuous"
-PACKAGES = ("gymnasium", "mujoco", "numpy", "torch")
 
 
 @dataclass
 class Args:
-    env_id: str = "HalfCheetah-v4"
-    """Gymnasium environment with a flat Box observation and a flat Box action"""
-    seed: int = 1
-    """seed of every generator of the run"""
-    total_timesteps: int = 1_000_000
-    """environment steps to train for, over all environments; rounded up to whole rollouts"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the update runs (auto: CUDA if there is one); actions are always computed on the CPU"""
-    torch_threads: int = 1
-    """CPU threads of PyTorch; small networks are fastest on one"""
-    run_dir: Path | None = None
-    """folder of this run (default: runs/<env id>__ppo_continuous__seed<seed>__<unix time>)"""
-    resume: Path | None = None
-    """run folder to go on with, under its own settings; flags given beside this one override them"""
-    evaluate: Path | None = None
-    """model.pt or run folder to play --eval-episodes with, instead of training"""
-    greedy: bool = False
-    """evaluate the mode of the policy instead of sampling from it"""
-    eval_interval: int = 100_000
-    """environment steps between evaluations; the end of training is one more (0: none at all)"""
-    eval_episodes: int = 10
-    """episodes of one evaluation"""
-    checkpoint_interval: int = 100_000
-    """environment steps between checkpoints; part of what determines the run, see above"""
-    stop_at_return: float | None = None
-    """end training once the mean return of an evaluation reaches this"""
-    capture_video: bool = False
-    """record the first episode of each evaluation under videos/<run name>/"""
-    track: bool = False
-    """log to Weights & Biases as well"""
-    wandb_project: str = "plainrl"
-    """project of --track"""
-    wandb_entity: str | None = None
-    """user or team of --track"""
-
     num_envs: int = 1
     """parallel environments"""
     num_steps: int = 2048
@@ -135,6 +75,41 @@ class Args:
     """initial logarithm of the policy's standard deviation"""
     compile: bool = False
     """compile loss, gradient and clipping into one function: faster, after some seconds of warm-up"""
+
+    env_id: str = "HalfCheetah-v4"
+    """Gymnasium environment with a flat Box observation and a flat Box action"""
+    seed: int = 1
+    """seed of every generator of the run"""
+    total_timesteps: int = 1_000_000
+    """environment steps to train for, over all environments; rounded up to whole rollouts"""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """where the update runs (auto: CUDA if there is one); actions are always computed on the CPU"""
+    torch_threads: int = 1
+    """CPU threads of PyTorch; small networks are fastest on one"""
+    eval_interval: int = 100_000
+    """environment steps between evaluations; the end of training is one more (0: none at all)"""
+    eval_episodes: int = 10
+    """episodes of one evaluation"""
+    greedy: bool = True
+    """evaluate the mode of the policy instead of sampling from it"""
+    checkpoint_interval: int = 100_000
+    """environment steps between checkpoints; part of what determines the run"""
+    stop_at_return: float | None = None
+    """end training once the mean return of an evaluation reaches this"""
+    capture_video: bool = False
+    """record the first episode of each evaluation under videos/<run name>/"""
+    track: bool = False
+    """log to Weights & Biases as well"""
+    wandb_project: str = "plainrl"
+    """project of --track"""
+    wandb_entity: str | None = None
+    """user or team of --track"""
+    run_dir: Path | None = None
+    """folder of this run (default: runs/<env id>__<script>__seed<seed>__<unix time>)"""
+    resume: Path | None = None
+    """run folder to go on with, under its own settings; flags given beside this one override them"""
+    evaluate: Path | None = None
+    """model.pt or run folder to play --eval-episodes with, instead of training"""
 
 
 # What a number may be, where that is not anything above 0.
@@ -216,6 +191,17 @@ def numpy_actor(agent: GaussianAgent) -> Callable[[np.ndarray], np.ndarray]:
         return np.tanh(np.tanh(x @ w1 + b1) @ w2 + b2) @ w3 + b3
 
     return act
+
+
+def flatten_parameters(parameters: list[nn.Parameter]) -> Tensor:
+    """One tensor that holds all parameters, each of which becomes a view of it.
+
+    Clipping and Adam then work on one tensor in place of a dozen: in PPO 0.13 ms of 0.66 a minibatch.
+    """
+    flat = torch.cat([p.detach().flatten() for p in parameters])
+    for p, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.data = view.view_as(p)
+    return flat
 
 
 def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
@@ -301,87 +287,33 @@ def ppo_gradient(
     return clipped, torch.stack([*losses, entropy, norm]).detach(), log_ratio.detach()
 
 
-def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
-    """1 - Var[targets - predictions] / Var[targets]: 1 is perfect, 0 no better than a constant."""
-    return 1 - (targets - predictions).var() / targets.var()
+def make_envs(args: Args, num_envs: int, render: bool = False) -> gym.vector.SyncVectorEnv:
+    """num_envs copies of the environment, each reset in the step that ends its episode."""
+    import mujoco  # fails where MUJOCO_GL names a renderer that is not installed
 
-
-def error(message: str) -> NoReturn:
-    """Refuse bad input: one line on standard error, exit status 2."""
-    print("error:", " ".join(message.split()), file=sys.stderr)
-    raise SystemExit(2)
-
-
-def check_ranges(args: Args) -> None:
-    """Refuse numbers that are out of range."""
-    for name, value in vars(args).items():
-        low, high = RANGES.get(name, (sys.float_info.min, sys.float_info.max))
-        if type(value) in (int, float) and not low <= value <= high:
-            must = f"lie in [{low}, {high}]" if name in RANGES else "be above 0"
-            error(f"--{name.replace('_', '-')} must {must}, not {value}")
-
-
-def derive_seed(*entropy: int) -> int:
-    """A seed that is a function of the numbers given, and unrelated to that of any other numbers."""
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
-
-
-def make_envs(env_id: str, num_envs: int, render: bool = False) -> gym.vector.SyncVectorEnv:
-    """num_envs copies of an environment, each reset in the step that ends its episode."""
+    # Loading v4's models, MuJoCo would log a deprecation to a file in the working directory.
+    mujoco.set_mju_user_warning(lambda text: "deprecated" in text or print(text, file=sys.stderr))
     mode = {"render_mode": "rgb_array"} if render else {}
     vector_kwargs = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
-    with warnings.catch_warnings(action="ignore"):
-        try:
-            import mujoco  # fails where MUJOCO_GL names a renderer that is not installed
-
-            # Loading v4's models, MuJoCo would log a deprecation to a file in the working directory.
-            mujoco.set_mju_user_warning(
-                lambda text: "deprecated" in text or warnings.warn(text, stacklevel=2)
-            )
-            envs = gym.make_vec(env_id, num_envs, "sync", vector_kwargs, **mode)
-            if render:
-                # Unasked, Gymnasium 1.4 leaves a model's tracking camera unused: a runner leaves the picture.
-                if renderer := getattr(envs.envs[0].unwrapped, "mujoco_renderer", None):
-                    camera = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-                    renderer.camera_id = camera
-                envs.reset()
-                envs.envs[0].render()
-        except Exception as exception:  # of any kind: the environment is the user's choice
-            hint = "MUJOCO_GL=egl (Debian: apt install libegl1) or MUJOCO_GL=osmesa (apt install libosmesa6)"
-            hint = f". To render without a display, MuJoCo needs {hint}" if render else ""
-            error(f"cannot make {'a video of ' if render else ''}--env-id {env_id}: {exception}{hint}")
+    envs = gym.make_vec(args.env_id, num_envs, "sync", vector_kwargs, **mode)
+    # Unasked, Gymnasium 1.4 leaves a model's tracking camera unused: a runner leaves the picture.
+    if render and (renderer := getattr(envs.envs[0].unwrapped, "mujoco_renderer", None)):
+        renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
     return envs
 
 
-def make_agent(args: Args, envs: gym.vector.VectorEnv, state: dict | None) -> GaussianAgent:
-    """An agent for these environments: a new one, or that of a saved state."""
-    for space in (envs.single_observation_space, envs.single_action_space):
-        if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-            error(f"{SCRIPT} needs flat Boxes of observations and of actions; {args.env_id} has a {space}")
-    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
-    agent = GaussianAgent(obs_dim, action_dim, args.hidden_size, args.log_std_init)
-    if state is not None:
-        try:
-            agent.load_state_dict(state["agent"])
-        except (KeyError, RuntimeError):
-            error(f"the saved weights do not fit {args.env_id} and --hidden-size {args.hidden_size}")
-    return agent
+def make_agent(args: Args, envs: gym.vector.VectorEnv) -> GaussianAgent:
+    """A new agent for these environments."""
+    spaces = envs.single_observation_space, envs.single_action_space
+    if not all(isinstance(space, gym.spaces.Box) and len(space.shape) == 1 for space in spaces):
+        error(f"this needs flat Boxes of observations and of actions; {args.env_id} has {spaces}")
+    obs_dim, action_dim = (space.shape[0] for space in spaces)
+    return GaussianAgent(obs_dim, action_dim, args.hidden_size, args.log_std_init)
 
 
-def flatten_parameters(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor that holds all parameters, each of which becomes a view of it.
-
-    Clipping and Adam then work on one tensor in place of thirteen: 0.13 ms of 0.66 a minibatch.
-    """
-    flat = torch.cat([p.detach().flatten() for p in parameters])
-    for p, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        p.data = view.view_as(p)
-    return flat
-
-
-def make_policy(agent: GaussianAgent, space: gym.spaces.Box, greedy: bool) -> Callable:
+def make_policy(args: Args, agent: GaussianAgent, space: gym.spaces.Box) -> Callable:
     """A function from observations (num_envs, obs_dim) and a NumPy generator to actions within the box."""
-    mean, std = numpy_actor(agent), 0.0 if greedy else agent.log_std.detach().exp().cpu().numpy()
+    mean, std = numpy_actor(agent), 0.0 if args.greedy else agent.log_std.detach().exp().cpu().numpy()
 
     def act(obs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         noise = rng.standard_normal((len(obs), *space.shape), dtype=np.float32)
@@ -390,220 +322,40 @@ def make_policy(agent: GaussianAgent, space: gym.spaces.Box, greedy: bool) -> Ca
     return act
 
 
-def evaluate(
-    policy: Callable, envs: gym.vector.SyncVectorEnv, episodes: int, seed: int, video: Path | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns and lengths, each (episodes,), of the policy; the first environment's first episode as an MP4.
-
-    Each environment plays a fixed share of the episodes, so that short ones are not over-counted.
-    """
-    num_envs, frames = envs.num_envs, None
-    rng = np.random.default_rng((seed, 1))  # of the seed alone it would draw what the first environment draws
-    remaining = episodes // num_envs + (np.arange(num_envs) < episodes % num_envs)
-    episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, int)
-    returns, lengths = [], []
-    if video:
-        import imageio
-
-        video.parent.mkdir(parents=True, exist_ok=True)
-        frames = imageio.get_writer(video, fps=envs.metadata.get("render_fps", 30))
-    obs, _ = envs.reset(seed=seed)
-    while remaining.any():
-        if frames and not frames.closed:
-            frames.append_data(envs.envs[0].render())
-        obs, rewards, terminated, truncated, _ = envs.step(policy(obs, rng))
-        episode_return += rewards
-        episode_length += 1
-        done = terminated | truncated
-        counted = done & (remaining > 0)
-        returns += episode_return[counted].tolist()
-        lengths += episode_length[counted].tolist()
-        remaining = remaining - counted
-        episode_return[done], episode_length[done] = 0, 0
-        if frames and done[0]:
-            frames.close()
-    return np.array(returns), np.array(lengths)
-
-
-def spread(returns: np.ndarray) -> tuple[float, float, float]:
-    """Mean, standard deviation and standard error of returns (episodes,)."""
-    std = returns.std(ddof=1) if len(returns) > 1 else math.nan
-    return returns.mean(), std, std / math.sqrt(len(returns))
-
-
-def save(state: dict, path: Path) -> None:
-    """Write beside and move into place, so that a crash leaves the old file."""
-    torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
-
-
-def load(path: Path, *parts: str) -> dict:
-    """What `save` wrote, its arguments as Args. Refuses anything else; nothing in the file is run as code."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["script"] != SCRIPT:
-            error(f"{path} is of {state['script']}, not of {SCRIPT}")
-        return {part: state[part] for part in parts} | {"args": Args(**state["args"])}
-    except FileNotFoundError:
-        error(f"there is no {path}")
-    except Exception as exception:  # torch.load raises many kinds
-        error(f"{path} is damaged or not a checkpoint: {str(exception).partition('. ')[0]}")
-
-
-def describe_machine() -> dict[str, str | None]:
-    """Versions, commit and hardware, for config.json."""
-    git = "git rev-parse --verify --quiet HEAD"  # through a shell, so that a machine without git is no error
-    commit = subprocess.run(
-        git, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True
-    )
-    return {name: importlib.metadata.version(name) for name in PACKAGES} | {
-        "python": platform.python_version(),
-        "git_commit": commit.stdout.strip() or None,
-        "cpu": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-
-
-def open_run(args: Args, *parts: str) -> tuple[Path, dict | None, torch.device]:
-    """The run's folder, the state to resume from, and the device; refuses what cannot be run."""
-    state = load(args.resume / "checkpoint.pt", *parts) if args.resume else None
-    if state and state["args"].env_id != args.env_id:
-        error(f"{args.resume} is a run of {state['args'].env_id}, not of --env-id {args.env_id}")
-    check_ranges(args)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        error("--device cuda: PyTorch sees no CUDA device here")
-    name = f"{args.env_id.replace('/', '-')}__{SCRIPT}__seed{args.seed}__{int(time.time())}"
-    run_dir = args.resume or args.run_dir or Path("runs") / name
-    if state and args.run_dir:
-        error("--run-dir has no meaning beside --resume, which goes on in the folder that it names")
-    if not state and run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        error(f"{run_dir} is taken; if it is a run, this goes on with it: --resume {run_dir}")
-    device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
-    return run_dir, state, torch.device(device)
-
-
-class RunLog:
-    """TensorBoard, W&B, evaluations.csv, config.json and the progress bar of one run.
-
-    What an earlier process logged after global_step, from where the run is resumed, is dropped.
-    """
-
-    def __init__(self, args: Args, run_dir: Path, global_step: int):
-        config = json.dumps({"script": SCRIPT} | asdict(args) | describe_machine(), indent=2, default=str)
-        (run_dir / "config.json").write_text(config + "\n")
-        path, rows = run_dir / "evaluations.csv", [("global_step", "episode", "return", "length")]
-        if path.exists():
-            rows += [row for row in list(csv.reader(path.open()))[1:] if int(row[0]) <= global_step]
-        with path.with_suffix(".tmp").open("w", newline="") as file:
-            csv.writer(file).writerows(rows)
-        os.replace(file.name, path)
-        self.csv_file = path.open("a", newline="", buffering=1)
-        self.tensorboard = SummaryWriter(str(run_dir), purge_step=global_step + 1)
-        self.wandb = None
-        if args.track:
-            import wandb
-
-            project = {"project": args.wandb_project, "entity": args.wandb_entity}
-            self.wandb = wandb.init(**project, id=run_dir.name, resume="allow", config=asdict(args))
-        self.tty, self.reported, self.status = sys.stderr.isatty(), time.monotonic(), {}
-        hide = 0 if self.tty else math.inf  # seconds
-        self.bar = tqdm(initial=global_step, total=args.total_timesteps, unit="step", delay=hide)
-        print(f"run folder: {run_dir}", flush=True)
-
-    def scalars(self, values: dict[str, float], global_step: int) -> None:
-        """Log scalars by their tags; the bar shows the two that matter most."""
-        for tag, value in values.items():
-            self.tensorboard.add_scalar(tag, value, global_step)
-        if self.wandb:
-            self.wandb.log(values, step=global_step)
-        shown = {"charts/return_mean_100": "return", "eval/return_mean": "evaluation"}
-        self.status |= {shown[tag]: f"{value:.1f}" for tag, value in values.items() if tag in shown}
-        self.bar.set_postfix(self.status, refresh=False)
-        self.bar.update(min(global_step, self.bar.total) - self.bar.n)
-        if not self.tty and time.monotonic() > self.reported + 60:
-            self.reported = time.monotonic()
-            print(self.bar, flush=True)
-
-    def evaluation(self, returns: np.ndarray, lengths: np.ndarray, global_step: int) -> float:
-        """Log an evaluation's returns and lengths, each (episodes,), and return the mean return."""
-        rows = enumerate(zip(returns, lengths, strict=True))
-        csv.writer(self.csv_file).writerows((global_step, i, *row) for i, row in rows)
-        mean, _, stderr = spread(returns)
-        tags = {"eval/return_mean": mean, "eval/return_stderr": stderr, "eval/length_mean": lengths.mean()}
-        self.scalars(tags, global_step)
-        write = tqdm.write if self.tty else print
-        write(f"step {global_step}: evaluation return {mean:.1f} +- {stderr:.1f}")
-        return mean
-
-    def close(self) -> None:
-        """Write out what is buffered."""
-        self.bar.close()
-        self.csv_file.close()
-        self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish()
-
-
 def train(args: Args) -> None:
     """Train one agent; all that it leaves behind is in its run folder."""
-    run_dir, state, device = open_run(args, "agent", "optimizer", "return_moments", "recent", "global_step")
     shape, batch_size = (args.num_steps, args.num_envs), args.num_steps * args.num_envs
     if batch_size % args.num_minibatches or batch_size < 2 * args.num_minibatches:
         error(f"a rollout of {batch_size} steps is not {args.num_minibatches} equal minibatches of 2 or more")
-    eval_envs = make_envs(args.env_id, min(args.eval_episodes, 10), args.capture_video)
-    envs = make_envs(args.env_id, args.num_envs)
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(args.torch_threads)
-    agent = make_agent(args, envs, state).to(device)
+    device = prepare(args)
+    envs = make_envs(args, args.num_envs)
+    agent = make_agent(args, envs).to(device)
     parameters = list(agent.parameters())
     flat = flatten_parameters(parameters)
     optimizer = torch.optim.Adam([flat], eps=1e-5, fused=True)
     return_moments = RunningMoments(()).to(device)
-    recent = deque(maxlen=100)  # (return, length) of the latest training episodes
-    global_step = 0
-    if state:
-        optimizer.load_state_dict(state["optimizer"])
-        return_moments.load_state_dict(state["return_moments"])
-        recent.extend(state["recent"])
-        global_step = state["global_step"]
     gradient = ppo_gradient
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True
         # Calling the compiled kernels from C++ saves 0.03 ms a minibatch on the CPU.
         gradient = torch.compile(gradient, fullgraph=True, options={"cpp_wrapper": device.type == "cpu"})
+    run = Run(args, agent=agent, optimizer=optimizer, return_moments=return_moments)
 
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as exception:
-        error(f"cannot make the run folder: {exception}")
+    def to_device(*arrays: np.ndarray) -> list[Tensor]:
+        return [torch.from_numpy(array).to(device) for array in arrays]
 
-    def checkpoint() -> None:
-        settings = {k: v for k, v in asdict(args).items() if not isinstance(v, Path)}
-        policy = {"script": SCRIPT, "args": settings, "global_step": global_step, "agent": agent.state_dict()}
-        save(policy, run_dir / "model.pt")
-        moments = {"return_moments": return_moments.state_dict(), "recent": list(recent)}
-        save(policy | moments | {"optimizer": optimizer.state_dict()}, run_dir / "checkpoint.pt")
-
-    interrupts = []
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda number, _: interrupts.append(number))
-    if not state:
-        checkpoint()
-    log = RunLog(args, run_dir, global_step)
     space = envs.single_action_space
     obs_buffer, next_obs_buffer = np.zeros((2, *shape, *envs.single_observation_space.shape), np.float32)
     action_buffer, reward_buffer = np.zeros((*shape, *space.shape), np.float32), np.zeros(shape)
     terminated_buffer, done_buffer = np.zeros((2, *shape), bool)
-    barrier, stop = True, False
-    while global_step < args.total_timesteps and not stop:
-        started, previous_step = time.perf_counter(), global_step
-        if barrier:
-            obs, _ = envs.reset(seed=derive_seed(args.seed, global_step, 0))
-            noise_rng = np.random.default_rng(derive_seed(args.seed, global_step, 1))
-            shuffle_rng = torch.Generator(device).manual_seed(derive_seed(args.seed, global_step, 2))
+    while not run.over:
+        if run.fresh:
+            obs, _ = envs.reset(seed=run.seed(0))
+            noise_rng = np.random.default_rng(run.seed(1))
+            shuffle_rng = torch.Generator(device).manual_seed(run.seed(2))
             episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
-            discounted_return, barrier = torch.zeros(args.num_envs, dtype=torch.float64, device=device), False
-        learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps if args.anneal_lr else 1)
+            discounted_return = torch.zeros(args.num_envs, dtype=torch.float64, device=device)
+        learning_rate = args.learning_rate * (1 - run.progress if args.anneal_lr else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
 
         # Collect. A step needs only an action: log-probabilities and values follow, in one pass for all.
@@ -623,20 +375,11 @@ def train(args: Args) -> None:
                 next_obs_buffer[t, done] = np.stack(info["final_obs"][done])
                 episodes += zip(episode_return[done].tolist(), episode_length[done].tolist(), strict=True)
                 episode_return[done], episode_length[done] = 0, 0
-        global_step += batch_size
 
         # Compute targets, for rewards in units of the standard deviation of the discounted return.
         with torch.no_grad():
-            arrays = (
-                obs_buffer,
-                next_obs_buffer,
-                action_buffer,
-                reward_buffer,
-                terminated_buffer,
-                done_buffer,
-            )
-            tensors = (torch.from_numpy(array).to(device) for array in arrays)
-            raw_obs, next_obs, actions, rewards, terminated, done = tensors
+            raw_obs, next_obs, actions = to_device(obs_buffer, next_obs_buffer, action_buffer)
+            rewards, terminated, done = to_device(reward_buffer, terminated_buffer, done_buffer)
             alive = torch.cat([torch.ones_like(done[:1]), ~done[:-1]]).double()
             discounted_returns = discounted_cumsum(rewards, args.gamma * alive, discounted_return)
             discounted_return = discounted_returns[-1] * ~done[-1]
@@ -662,99 +405,400 @@ def train(args: Args) -> None:
                 optimizer.step()
                 steps.append(diagnostics)
             losses, log_ratio = (torch.stack(x) for x in zip(*steps, strict=True))
-            approx_kl = (log_ratio.exp() - 1 - log_ratio).mean().item()  # k3, joschu.net/blog/kl-approx.html
+            approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()  # k3, joschu.net/blog/kl-approx.html
             if args.target_kl is not None and approx_kl > args.target_kl:
                 break
-        if not losses.isfinite().all():
-            log.close()
-            last = f"the last checkpoint is {run_dir / 'checkpoint.pt'}"
-            sys.exit(f"error: non-finite loss or gradient in the update at step {global_step}; {last}")
         # After the update, so that its ratios start from the policy that acted.
         agent.obs_moments.update(raw_obs.flatten(0, 1))
 
-        # Log.
         names = ("total", "policy_loss", "value_loss", "entropy", "grad_norm")
-        scalars = {f"losses/{k}": v for k, v in zip(names, losses.mean(0).tolist(), strict=True)} | {
+        scalars = {f"losses/{name}": x for name, x in zip(names, losses.unbind(1), strict=True)} | {
             "losses/approx_kl": approx_kl,
-            "losses/clipfrac": ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean().item(),
-            "losses/explained_variance": explained_variance(rollout.values, rollout.returns).item(),
-            "values/predictions": rollout.values.mean().item(),
-            "values/targets": rollout.returns.mean().item(),
-            "values/advantages": rollout.advantages.mean().item(),
+            "losses/clipfrac": ((log_ratio.exp() - 1).abs() > args.clip_coef).float(),
+            "values/predictions": rollout.values,
+            "values/targets": rollout.returns,
+            "values/advantages": rollout.advantages,
             "charts/learning_rate": learning_rate,
-            "charts/SPS": batch_size / (time.perf_counter() - started),
         }
-        if episodes:
-            recent.extend(episodes)
-            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
-            scalars["charts/return_mean_100"] = np.mean(recent, axis=0)[0]
-        log.scalars(scalars, global_step)
-
-        # Evaluate.
-        finished = global_step >= args.total_timesteps
-        intervals = (args.eval_interval or math.inf, args.checkpoint_interval)
-        eval_due, checkpoint_due = (global_step // n > previous_step // n for n in intervals)
-        if eval_due or (finished and args.eval_interval):
-            video = Path("videos", run_dir.name, f"step_{global_step}.mp4") if args.capture_video else None
-            policy, seed = make_policy(agent, space, args.greedy), derive_seed(args.seed, global_step, 3)
-            returns, lengths = evaluate(policy, eval_envs, args.eval_episodes, seed, video)
-            eval_mean = log.evaluation(returns, lengths, global_step)
-            stop = args.stop_at_return is not None and eval_mean >= args.stop_at_return
-
-        # Checkpoint.
-        stop = stop or bool(interrupts)
-        if checkpoint_due or finished or stop:
-            log.tensorboard.flush()  # a run that resumes from here has logged what came before
-            checkpoint()
-            barrier = True
-    log.close()
-    if interrupts:
-        command = shlex.join(("python", sys.argv[0], "--resume", str(run_dir)))
-        print(f"saved at step {global_step}; to go on: {command}")
-        raise SystemExit(128 + interrupts[0])
+        run.end_iteration(batch_size, scalars, episodes)
 
 
-def play(args: Args, state: dict) -> None:
-    """Evaluate a saved policy and print what it scored."""
-    if state["args"].env_id != args.env_id:
-        error(f"{args.evaluate} was trained on {state['args'].env_id}, not on --env-id {args.env_id}")
-    check_ranges(args)
-    run_dir = args.evaluate if args.evaluate.is_dir() else args.evaluate.parent
-    envs = make_envs(args.env_id, min(args.eval_episodes, 10), args.capture_video)
-    policy = make_policy(make_agent(args, envs, state), envs.single_action_space, args.greedy)
-    video = Path("videos", run_dir.resolve().name, "greedy.mp4" if args.greedy else "sampled.mp4")
-    returns, lengths = evaluate(
-        policy, envs, args.eval_episodes, args.seed, video if args.capture_video else None
+# ---- From here on, the text is the same in every script. ----
+
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from collections import defaultdict, deque
+from dataclasses import asdict, replace
+from typing import Any, NoReturn
+
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+
+
+def error(message: str) -> NoReturn:
+    """Refuse bad input: one line on standard error, exit status 2."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check(args: Args) -> None:
+    """Refuse numbers out of range, a device that is not there, and an environment that cannot be made."""
+    for name, value in vars(args).items():
+        low, high = RANGES.get(name, (sys.float_info.min, sys.float_info.max))
+        if type(value) in (int, float) and not low <= value <= high:
+            must = f"lie in [{low}, {high}]" if name in RANGES else "be above 0"
+            error(f"--{name.replace('_', '-')} must {must}, not {value}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        error("--device cuda: PyTorch sees no CUDA device here")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the error says what matters of them
+            envs = make_envs(args, 1, args.capture_video)
+            if args.capture_video:
+                envs.reset()
+                envs.envs[0].render()
+    except Exception as exception:  # of any kind: the environment is the user's choice
+        hint = "MUJOCO_GL=egl (Debian: apt install libegl1) or MUJOCO_GL=osmesa (apt install libosmesa6)"
+        hint = f". To render without a display, MuJoCo needs {hint}" if args.capture_video else ""
+        error(f"cannot make --env-id {args.env_id}: {exception}{hint}")
+
+
+def prepare(args: Args) -> torch.device:
+    """Seed PyTorch and set its number of threads; returns the device to train on."""
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.torch_threads)
+    return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def derive_seed(*entropy: int) -> int:
+    """A seed that is a function of the numbers given, and unrelated to that of any other numbers."""
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+
+
+def progress_bar(**options: Any) -> tqdm:
+    """A bar on a terminal; elsewhere a line a minute."""
+    if sys.stderr.isatty():
+        return tqdm(delay=2, unit="step", **options)
+    lines = {"bar_format": "{l_bar}{bar:10}{r_bar}\n", "mininterval": 60, "maxinterval": 60}
+    return tqdm(delay=60, unit="step", **lines, **options)
+
+
+def evaluate(
+    policy: Callable, envs: gym.vector.VectorEnv, episodes: int, seed: int, video: Path | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns and lengths, each (episodes,), of the policy; the first environment's first episode as an MP4.
+
+    Each environment plays a fixed share of the episodes, so that short ones are not over-counted.
+    """
+    num_envs, frames = envs.num_envs, None
+    rng = np.random.default_rng((seed, 1))  # of the seed alone it would draw what the first environment draws
+    remaining = episodes // num_envs + (np.arange(num_envs) < episodes % num_envs)
+    episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, int)
+    returns, lengths, bar = [], [], progress_bar(desc="evaluation", leave=False)
+    if video:
+        import imageio
+
+        video.parent.mkdir(parents=True, exist_ok=True)
+        frames = imageio.get_writer(video, fps=envs.metadata.get("render_fps", 30), macro_block_size=2)
+    obs, _ = envs.reset(seed=seed)
+    while remaining.any():
+        if frames and not frames.closed:
+            frames.append_data(envs.envs[0].render())
+        obs, rewards, terminated, truncated, _ = envs.step(policy(obs, rng))
+        episode_return += rewards
+        episode_length += 1
+        done = terminated | truncated
+        counted = done & (remaining > 0)
+        returns += episode_return[counted].tolist()
+        lengths += episode_length[counted].tolist()
+        remaining = remaining - counted
+        episode_return[done], episode_length[done] = 0, 0
+        if frames and done[0]:
+            frames.close()
+        bar.set_postfix_str(f"{len(returns)} of {episodes} episodes", refresh=False)
+        bar.update(num_envs)
+    bar.close()
+    return np.array(returns), np.array(lengths)
+
+
+def spread(returns: np.ndarray) -> tuple[float, float, float]:
+    """Mean, standard deviation and standard error of returns (episodes,)."""
+    std = returns.std(ddof=1) if len(returns) > 1 else math.nan
+    return returns.mean(), std, std / math.sqrt(len(returns))
+
+
+def write(path: Path, content: bytes | dict) -> None:
+    """Write bytes, or a dict as torch.save does, beside the path and move them there, so whole or not."""
+    if isinstance(content, dict):
+        torch.save(content, buffer := io.BytesIO())  # writing itself, it would not say that a disk is full
+        content = buffer.getbuffer()
+    path.with_suffix(".tmp").write_bytes(content)
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def load(path: Path, args: Args | None = None, **parts: Any) -> dict:
+    """A saved state, its arguments as Args; given args for this run, each part takes in its state.
+
+    Refuses what is no such state or does not fit. Nothing in the file is run as code.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["script"] != SCRIPT:
+            error(f"{path} is of {state['script']}, not of {SCRIPT}")
+        state["args"] = Args(**state["args"])
+    except FileNotFoundError:
+        error(f"there is no {path}")
+    except Exception as exception:  # torch.load raises many kinds
+        error(f"{path} is damaged or not a checkpoint: {str(exception).partition('. ')[0]}")
+    if args and args.env_id != state["args"].env_id:
+        error(f"{path} is of {state['args'].env_id}, not of --env-id {args.env_id}")
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except (KeyError, RuntimeError, ValueError):
+        saved = vars(state["args"]) | {"resume": args.resume, "evaluate": args.evaluate}
+        flags = [f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if v != saved[k]]
+        error(f"the weights in {path} ({name}) do not fit {' '.join(flags)}")
+    return state
+
+
+class Run:
+    """A training run: its folder and logs, its evaluations and checkpoints, and when it ends.
+
+    A run is a function of its arguments. At its start and after each checkpoint, `fresh` is true: every
+    generator is then seeded anew and the environments are reset, with seeds that follow from --seed and the
+    global step. So a checkpoint needs to hold no state of theirs, and a run that was killed and resumed ends
+    with the same bits as one that was not. Ctrl-C and SIGTERM make one checkpoint more.
+
+    parts: what training changes, each with state_dict and load_state_dict. `agent` is what make_policy takes
+    and model.pt holds. Of `buffer`, a replay buffer, each checkpoint writes the new rows to another file.
+    """
+
+    def __init__(self, args: Args, log_interval: int = 1, **parts: Any):
+        self.args, self.parts, self.log_interval = args, parts, log_interval
+        self.global_step, self.episodes, self.recent = 0, 0, deque(maxlen=100)
+        self.fresh, self.interrupts, self.pending, self.ended = True, [], [], []
+        self.num_streams, self.seconds, self.started = 0, 0.0, time.perf_counter()
+        name = f"{args.env_id.replace('/', '-')}__{SCRIPT}__seed{args.seed}__{int(time.time())}"
+        self.folder = args.resume or args.run_dir or Path("runs", name)
+        if args.resume and args.run_dir:
+            error("--run-dir has no meaning beside --resume, which goes on in the folder that it names")
+        if args.resume:
+            state = load(self.folder / "checkpoint.pt", args, **parts)
+            self.global_step, self.episodes = state["global_step"], state["episodes"]
+            self.recent.extend(state["recent"])
+        elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            error(f"{self.folder} is taken; if it is a run, this goes on with it: --resume {self.folder}")
+        self.over = self.progress >= 1
+        self.eval_envs = make_envs(args, min(args.eval_episodes, 10), args.capture_video)
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda number, _: self.interrupts.append(number))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for end, path in self.row_files().items():
+                if end <= state["buffer"]["added"]:
+                    parts["buffer"].write(torch.load(path)["rows"], end)
+                else:  # the run was killed before the checkpoint of these rows
+                    path.unlink()
+            if not args.resume:
+                self.save()
+            self.open_logs()
+        except OSError as exception:
+            error(f"cannot write the run folder: {exception}")
+
+    def open_logs(self) -> None:
+        """Begin to log, or go on: what an earlier process logged after the checkpoint is dropped."""
+        packages = sorted({"gymnasium", "mujoco", "ale_py", "numpy", "torch"} & sys.modules.keys())
+        git = f"git -C {shlex.quote(str(Path(__file__).resolve().parent))} rev-parse --verify --quiet HEAD"
+        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
+        config = {"script": SCRIPT} | asdict(self.args) | {"python": platform.python_version()}
+        config |= {name.replace("_", "-"): importlib.metadata.version(name) for name in packages}
+        config |= {"git_commit": commit or None, "cpu": f"{os.cpu_count()} x {platform.machine()}"}
+        config["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        write(self.folder / "config.json", json.dumps(config, indent=2, default=str).encode() + b"\n")
+        self.evaluations = self.folder / "evaluations.csv"
+        rows = self.evaluations.read_text().splitlines(True)[1:] if self.evaluations.exists() else []
+        rows = [row for row in rows if int(row.partition(",")[0]) <= self.global_step]
+        write(self.evaluations, "".join(["global_step,episode,return,length\n", *rows]).encode())
+        if self.args.track:
+            import wandb
+
+            account = {"project": self.args.wandb_project, "entity": self.args.wandb_entity}
+            wandb.init(**account, id=self.folder.name, resume="allow", config=config, sync_tensorboard=True)
+        threading.excepthook = lambda failure: None  # what TensorBoard's raises, its next call raises here
+        self.tensorboard = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        self.bar, self.shown = progress_bar(initial=self.global_step, total=self.args.total_timesteps), {}
+        print(f"run folder: {self.folder}", flush=True)
+
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done."""
+        episodes = self.episodes / getattr(self.args, "total_episodes", math.inf)
+        return max(self.global_step / self.args.total_timesteps, episodes)
+
+    def seed(self, stream: int) -> int:
+        """The seed of a stream of random numbers from the global step on."""
+        self.num_streams = max(self.num_streams, stream + 1)
+        return derive_seed(self.args.seed, self.global_step, stream)
+
+    def end_iteration(self, steps: int, scalars: dict, episodes: list[tuple[float, int]]) -> None:
+        """Count and log an iteration; evaluate, record and save where that is due; end a run that is over.
+
+        steps: environment steps. scalars: numbers or tensors of any shape by their tags; logged is the mean
+        of each since the last log. episodes: (return, length) of those that ended.
+        """
+        self.seconds += time.perf_counter() - self.started
+        args, before, self.global_step = self.args, self.global_step, self.global_step + steps
+        self.episodes += len(episodes)
+        self.ended += episodes
+        self.pending.append((self.global_step, steps, scalars))
+        intervals = (self.log_interval, args.eval_interval or math.inf, args.checkpoint_interval)
+        log_due, eval_due, save_due = (self.global_step // n > before // n for n in intervals)
+        finished, mean_return = self.progress >= 1, -math.inf
+        try:
+            if log_due or eval_due or save_due or finished or self.interrupts:
+                self.log()
+            if eval_due or (finished and args.eval_interval):
+                mean_return = self.evaluate()
+            solved = args.stop_at_return is not None and mean_return >= args.stop_at_return
+            self.over = finished or solved or bool(self.interrupts)
+            self.fresh = save_due or self.over
+            if self.fresh:
+                self.tensorboard.flush()  # a run that resumes from here has logged what came before
+                self.save()
+        except OSError as exception:
+            self.fail(f"cannot write ({exception})", self.global_step)
+        if self.over:
+            self.bar.close()
+        if self.over and self.interrupts:
+            command = shlex.join(("python", sys.argv[0], "--resume", str(self.folder)))
+            print(f"saved at step {self.global_step}; to go on: {command}")
+            raise SystemExit(128 + self.interrupts[0])
+        self.started = time.perf_counter()
+
+    def log(self) -> None:
+        """Log what has come since the last time; a loss that is not finite ends the run."""
+        values = defaultdict(list)
+        for step, _, scalars in self.pending:
+            for tag, value in scalars.items():
+                values[tag].append(torch.as_tensor(value, dtype=torch.float64).flatten())
+                if tag.startswith("losses/") and not values[tag][-1].isfinite().all():
+                    self.fail(f"non-finite {tag}", step)
+        values = {tag: torch.cat(tensors) for tag, tensors in values.items()}
+        means = {tag: x.mean().item() for tag, x in values.items()}
+        if "values/targets" in values:  # 1: the predictions are perfect, 0: no better than a constant
+            targets, predictions = values["values/targets"], values["values/predictions"]
+            means["losses/explained_variance"] = 1 - ((targets - predictions).var() / targets.var()).item()
+        means["charts/SPS"] = sum(steps for _, steps, _ in self.pending) / self.seconds
+        if self.ended:
+            # Where parallel environments end few episodes, the latest of each.
+            latest = [*self.recent, *self.ended][-max(len(self.ended), getattr(self.args, "num_envs", 1)) :]
+            self.recent.extend(self.ended)
+            means["charts/episodic_return"], means["charts/episodic_length"] = np.mean(latest, axis=0)
+            means["charts/episodic_return_min"], means["charts/episodic_return_max"] = (
+                min(latest)[0],
+                max(latest)[0],
+            )
+            means["charts/return_mean_100"], _ = np.mean(self.recent, axis=0)
+        self.show(means)
+        self.pending, self.ended, self.seconds = [], [], 0.0
+
+    def show(self, scalars: dict[str, float]) -> None:
+        """Log scalars by their tags; the bar shows the two that matter most."""
+        for tag, value in scalars.items():
+            self.tensorboard.add_scalar(tag, value, self.global_step)
+        names = {"charts/return_mean_100": "return", "eval/return_mean": "evaluation"}
+        self.shown |= {names[tag]: f"{value:.5g}" for tag, value in scalars.items() if tag in names}
+        self.bar.set_postfix(self.shown, refresh=False)
+        self.bar.update(min(self.global_step, self.bar.total) - self.bar.n)
+
+    def evaluate(self) -> float:
+        """Evaluate the agent, log what it scores, and return the mean."""
+        args, step = self.args, self.global_step
+        video = Path("videos", self.folder.name, f"step_{step}.mp4") if args.capture_video else None
+        policy = make_policy(args, self.parts["agent"], self.eval_envs.single_action_space)
+        seed = derive_seed(args.seed, step, self.num_streams)  # of a stream that training does not use
+        returns, lengths = evaluate(policy, self.eval_envs, args.eval_episodes, seed, video)
+        rows = enumerate(zip(returns, lengths, strict=True))
+        with self.evaluations.open("a") as file:
+            file.writelines(f"{step},{i},{episode_return},{length}\n" for i, (episode_return, length) in rows)
+        mean, _, stderr = spread(returns)
+        self.show(
+            {"eval/return_mean": mean, "eval/return_stderr": stderr, "eval/length_mean": lengths.mean()}
+        )
+        say = tqdm.write if sys.stderr.isatty() else print  # tqdm's draws the bar anew below the line
+        say(f"step {step}: evaluation return {mean:.5g} +- {stderr:.3g}")
+        return mean
+
+    def save(self) -> None:
+        """Write model.pt, the replay buffer's new rows and checkpoint.pt."""
+        settings = {k: v for k, v in asdict(self.args).items() if not isinstance(v, Path)}
+        state = {"script": SCRIPT, "args": settings, "global_step": self.global_step}
+        write(self.folder / "model.pt", state | {"agent": self.parts["agent"].state_dict()})
+        buffer, files = self.parts.get("buffer"), self.row_files()
+        if buffer and buffer.added > max(files, default=0):
+            rows = buffer.rows_since(max(files, default=0))
+            write(self.folder / f"rows_{buffer.added}.pt", {"rows": rows})
+        state |= {name: part.state_dict() for name, part in self.parts.items()}
+        state |= {"episodes": self.episodes, "recent": list(self.recent)}
+        write(self.folder / "checkpoint.pt", state)
+        for end, path in files.items():
+            if end <= buffer.added - buffer.capacity:  # its rows are overwritten
+                path.unlink()
+
+    def row_files(self) -> dict[int, Path]:
+        """Files of a replay buffer's rows in order, by the number of rows added up to the end of each."""
+        files = {int(path.stem.removeprefix("rows_")): path for path in self.folder.glob("rows_*.pt")}
+        return dict(sorted(files.items()))
+
+    def fail(self, what: str, step: int) -> NoReturn:
+        """End a run that cannot go on: one line, exit status 1."""
+        self.bar.close()
+        sys.exit(f"error: {what} at step {step}; the last checkpoint is {self.folder / 'checkpoint.pt'}")
+
+
+def play(args: Args) -> None:
+    """Evaluate a saved policy and print what it scores."""
+    envs = make_envs(args, min(args.eval_episodes, 10), args.capture_video)
+    agent = make_agent(args, envs)
+    load(args.evaluate, args, agent=agent)
+    policy = make_policy(args, agent, envs.single_action_space)
+    video = Path(
+        "videos", args.evaluate.resolve().parent.name, "greedy.mp4" if args.greedy else "sampled.mp4"
     )
+    video = video if args.capture_video else None
+    returns, lengths = evaluate(policy, envs, args.eval_episodes, args.seed, video)
     for i, (episode_return, length) in enumerate(zip(returns, lengths, strict=True)):
         print(f"episode {i}: return {episode_return:.2f}, length {length}")
-    print("mean {:.2f}, standard deviation {:.2f}, standard error {:.2f}".format(*spread(returns)))
-
-
-def parse_args(default: Args | None = None) -> Args:
-    """The command line as Args. What tyro has to say of a bad one it puts in a box; here it is one line."""
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output):
-            return tyro.cli(Args, default=default)
-    except SystemExit as stopped:
-        if stopped.code:
-            error(re.sub(r"[^ -~]+", " ", output.getvalue()))
-        raise
+    print("mean {:.6g}, standard deviation {:.4g}, standard error {:.4g}".format(*spread(returns)))
 
 
 def main() -> None:
-    args = parse_args()
+    warnings.filterwarnings("ignore", ".*out of date", DeprecationWarning)  # MuJoCo's v4 is meant
+    args = tyro.cli(Args)
     if args.evaluate:
         path = args.evaluate / "model.pt" if args.evaluate.is_dir() else args.evaluate
-        state = load(path, "agent")
-        own = {name: getattr(Args, name) for name in ("seed", "eval_episodes", "greedy", "capture_video")}
-        play(parse_args(replace(state["args"], evaluate=args.evaluate, **own)), state)
+        # How to play is not the training run's to say.
+        own = ("seed", "eval_episodes", "greedy", "capture_video", "device")
+        own = {name: getattr(Args, name) for name in own}
+        args = replace(tyro.cli(Args, default=replace(load(path)["args"], **own)), evaluate=path)
     elif args.resume:
-        state = load(args.resume / "checkpoint.pt")
-        train(parse_args(replace(state["args"], resume=args.resume)))
-    else:
-        train(args)
+        args = tyro.cli(
+            Args, default=replace(load(args.resume / "checkpoint.pt")["args"], resume=args.resume)
+        )
+    check(args)
+    play(args) if args.evaluate else train(args)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,8 @@ R is the n-step return: the rewards of the rollout from here on, and V~ of the s
 The sum buys a gradient without the variance of sampled actions. It costs bias wherever Q^ is wrong, about
 actions that were not taken above all, which nothing corrects until they are. For a given Q^ the maximum at a
 state is pi = softmax(pg_coef Q^ / ent_coef), so differences of many times ent_coef / pg_coef all but end
-exploration, also where they are wrong. The baseline changes nothing:
-
-    sum_a grad pi(a|s) (Q^(s, a) - V~(s)) = sum_a grad pi(a|s) Q^(s, a) - V~(s) grad sum_a pi(a|s),
-    and sum_a pi(a|s) = 1 has the gradient 0.
+exploration, also where they are wrong. The baseline leaves the gradient as it is, since it takes from it
+sum_a grad pi(a|s) V~(s) = V~(s) grad sum_a pi(a|s), and the gradient of a sum that is always 1 is 0.
 
     python qcritic_atari.py --env-id PongNoFrameskip-v4                     trains
     python qcritic_atari.py --resume runs/RUN                               goes on from the last checkpoint
@@ -40,99 +38,37 @@ exploration, also where they are wrong. The baseline changes nothing:
 
 In training a reward counts by its sign and a lost life as the end of an episode, after which the game goes
 on; every return that is reported is the score of a whole game. A step is an action, which lasts 4 frames.
-
-RMSprop divides a gradient g by sqrt(E[g^2]) + eps, as PyTorch has it. TensorFlow's sqrt(E[g^2] + eps) makes
-far smaller steps as long as gradients are small against sqrt(eps) = 0.003, as they are here: early on Pong
-their norm is about 0.3 over 1.7 million weights, 0.0002 for one of them.
-
-A run is a function of its arguments: at each checkpoint every generator is reseeded and the environments are
-reset from (seed, global step), so that a run that was killed and resumed ends with the same bits as one that
-was not. A run ended by Ctrl-C or SIGTERM saves where it stands: one such point more than an uninterrupted run
-has.
 """
 
-import contextlib
-import csv
 import ctypes
-import importlib.metadata
-import io
-import json
 import math
 import os
-import platform
-import re
-import shlex
-import signal
-import subprocess
 import sys
-import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
-if __name__ == "__main__":
-    # How often idle threads of PyTorch look for work before they sleep; read as it is loaded. Too often keeps
-    # the cores from the games' threads, never means to wake them for each layer.
+if __name__ == "__main__" and sys.platform == "linux":
+    # How often idle threads of PyTorch look for work before they sleep; read as it is loaded. If too often,
+    # they keep the cores from the games' threads; if never, each layer has to wake them.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    # Keep the memory that an update frees for the next one. Given back to the system, it has to be taken from
+    # there anew, page by page: a tenth of the time.
+    for parameter in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+        ctypes.CDLL(None).mallopt(parameter, 2**30)  # bytes
 
 import ale_py
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from ale_py.vector_env import AtariVectorEnv
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
-
-SCRIPT = "qcritic_atari"
-PACKAGES = ("ale-py", "gymnasium", "numpy", "torch")
-LOG_INTERVAL = 5_000  # environment steps
-ACTION_VALUES = True  # whether the critic has an output for each action
 
 
 @dataclass
 class Args:
-    env_id: str = "PongNoFrameskip-v4"
-    """Atari game under one of Gymnasium's names: PongNoFrameskip-v4, ALE/Pong-v5 (sticky actions), ..."""
-    seed: int = 1
-    """seed of every generator of the run"""
-    total_timesteps: int = 10_000_000
-    """environment steps to train for, over all environments; rounded up to whole rollouts"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the network runs (auto: CUDA if there is one); the games always run on the CPU"""
-    torch_threads: int = torch.get_num_threads()
-    """CPU threads of PyTorch, and of the games; part of what determines the run"""
-    run_dir: Path | None = None
-    """folder of this run (default: runs/<env id>__qcritic_atari__seed<seed>__<unix time>)"""
-    resume: Path | None = None
-    """run folder to go on with, under its own settings; flags given beside this one override them"""
-    evaluate: Path | None = None
-    """model.pt or run folder to play --eval-episodes with, instead of training"""
-    greedy: bool = False
-    """evaluate the mode of the policy instead of sampling from it"""
-    eval_interval: int = 250_000
-    """environment steps between evaluations; the end of training is one more (0: none at all)"""
-    eval_episodes: int = 10
-    """whole games of one evaluation"""
-    checkpoint_interval: int = 250_000
-    """environment steps between checkpoints; part of what determines the run, see above"""
-    stop_at_return: float | None = None
-    """end training once the mean return of an evaluation reaches this"""
-    capture_video: bool = False
-    """record the first episode of each evaluation under videos/<run name>/"""
-    track: bool = False
-    """log to Weights & Biases as well"""
-    wandb_project: str = "plainrl"
-    """project of --track"""
-    wandb_entity: str | None = None
-    """user or team of --track"""
-
-    baseline: Literal["none", "value"] = "value"
-    """what is subtracted from the Q values that weigh the actions: nothing, or their mean under the policy"""
     num_envs: int = 16
     """parallel games"""
     num_steps: int = 5
@@ -144,9 +80,11 @@ class Args:
     rms_alpha: float = 0.99
     """smoothing of RMSprop's mean of squared gradients"""
     rms_eps: float = 1e-5
-    """epsilon of RMSprop, outside the root"""
+    """epsilon of RMSprop, outside the root: g / (sqrt(E[g^2]) + epsilon)"""
     gamma: float = 0.99
     """discount factor"""
+    baseline: Literal["none", "value"] = "value"
+    """what is subtracted from the Q values that weigh the actions: nothing, or their mean under the policy"""
     pg_coef: float = 1.0
     """coefficient of the policy loss"""
     ent_coef: float = 0.02
@@ -158,11 +96,74 @@ class Args:
     bf16: bool = False
     """compute all layers but the heads in bfloat16 (autocast): faster where the processor has it"""
 
+    env_id: str = "PongNoFrameskip-v4"
+    """Atari game under one of Gymnasium's names: PongNoFrameskip-v4, ALE/Pong-v5 (sticky actions), ..."""
+    seed: int = 1
+    """seed of every generator of the run"""
+    total_timesteps: int = 10_000_000
+    """environment steps to train for, over all environments; rounded up to whole rollouts"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the network runs (auto: CUDA if there is one); the games always run on the CPU"""
+    torch_threads: int = torch.get_num_threads()
+    """CPU threads of PyTorch, and of the games; part of what determines the run"""
+    eval_interval: int = 250_000
+    """environment steps between evaluations; the end of training is one more (0: none at all)"""
+    eval_episodes: int = 10
+    """whole games of one evaluation"""
+    greedy: bool = False
+    """evaluate the mode of the policy instead of sampling from it"""
+    checkpoint_interval: int = 250_000
+    """environment steps between checkpoints; part of what determines the run"""
+    stop_at_return: float | None = None
+    """end training once the mean return of an evaluation reaches this"""
+    capture_video: bool = False
+    """record the first episode of each evaluation under videos/<run name>/"""
+    track: bool = False
+    """log to Weights & Biases as well"""
+    wandb_project: str = "plainrl"
+    """project of --track"""
+    wandb_entity: str | None = None
+    """user or team of --track"""
+    run_dir: Path | None = None
+    """folder of this run (default: runs/<env id>__<script>__seed<seed>__<unix time>)"""
+    resume: Path | None = None
+    """run folder to go on with, under its own settings; flags given beside this one override them"""
+    evaluate: Path | None = None
+    """model.pt or run folder to play --eval-episodes with, instead of training"""
+
 
 # What a number may be, where that is not anything above 0.
 RANGES = dict.fromkeys(("seed", "eval_interval", "pg_coef", "ent_coef", "vf_coef"), (0, 2**32))
 RANGES |= dict.fromkeys(("gamma", "rms_alpha"), (0, 1))
 RANGES |= {"stop_at_return": (-sys.float_info.max, sys.float_info.max)}
+
+
+class KeptLayer(torch.autograd.Function):
+    """A convolution and relu whose input x and output y are kept from acting: only the backward pass is left.
+
+    The gradient of a rollout's loss is that of
+
+        logits, values = agent(torch.cat(observations))
+        loss(logits, values).backward()
+
+    whose first line would compute again what acting has computed: a fifth more time for the networks.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, stride: tuple[int, int], y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, y)
+        ctx.stride = stride
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, y = ctx.saved_tensors
+        grad = torch.ops.aten.threshold_backward(grad, y, 0)  # of relu
+        convolution = ([len(weight)], ctx.stride, (0, 0), (1, 1), False, (0, 0), 1)
+        grads = torch.ops.aten.convolution_backward(
+            grad, x.to(y.dtype), weight.to(y.dtype), *convolution, ctx.needs_input_grad[:3]
+        )
+        return *grads, None, None
 
 
 class AtariAgent(nn.Module):
@@ -183,11 +184,12 @@ class AtariAgent(nn.Module):
         self.hidden = nn.Conv2d(64, 512, 7)
         self.policy = nn.Linear(512, num_actions)
         self.critic = nn.Linear(512, num_values)
+        self.convolutions = (self.conv1, self.conv2, self.conv3, self.hidden)
+        gains = {self.policy: 0.01, self.critic: 1.0 if num_values == 1 else 0.01}
         for layer in self.children():
-            heads = {self.policy: 0.01, self.critic: 0.01 if ACTION_VALUES else 1.0}
-            gain = heads.get(layer, math.sqrt(2))
-            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.orthogonal_(layer.weight, gains.get(layer, math.sqrt(2)))
             nn.init.zeros_(layer.bias)
+        self.to(memory_format=torch.channels_last)  # for which convolutions take three quarters of the time
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (batch, num_actions) and values (batch, num_values) of observations (batch, 4, 84, 84)."""
@@ -195,10 +197,9 @@ class AtariAgent(nn.Module):
 
     def activations(self, obs: Tensor) -> list[Tensor]:
         """What goes into each layer below the heads, and what comes out of the last: (batch, 512, 1, 1)."""
-        # With the channels last, convolutions take three quarters of the time.
         activations = [obs.contiguous(memory_format=torch.channels_last) * (1 / 255)]
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            for layer in (self.conv1, self.conv2, self.conv3, self.hidden):
+            for layer in self.convolutions:
                 activations.append(F.relu(layer(activations[-1])))
         return activations
 
@@ -207,17 +208,12 @@ class AtariAgent(nn.Module):
         x = x.flatten(1).float()
         return self.policy(x), self.critic(x)
 
-    def backward(self, activations: list[Tensor], grad: Tensor) -> None:
-        """Set the gradients of all weights below the heads, grad being that of the last activations."""
-        layers = (self.conv1, self.conv2, self.conv3, self.hidden)
-        for layer, x, y in reversed(list(zip(layers, activations, activations[1:], strict=False))):
-            grad = torch.ops.aten.threshold_backward(grad, y, 0)  # of relu
-            convolution = ([len(layer.bias)], layer.stride, (0, 0), (1, 1), False, (0, 0), 1)
-            needed = [layer is not self.conv1, True, True]
-            grad, weight_grad, bias_grad = torch.ops.aten.convolution_backward(
-                grad, x.to(y.dtype), layer.weight.to(y.dtype), *convolution, needed
-            )
-            layer.weight.grad, layer.bias.grad = weight_grad.float(), bias_grad.float()
+    def rollout_outputs(self, activations: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+        """Logits and values of a rollout, to be differentiated, from the activations at each of its steps."""
+        x, *outputs = (torch.cat(steps) for steps in zip(*activations, strict=True))
+        for layer, y in zip(self.convolutions, outputs, strict=True):
+            x = KeptLayer.apply(x, layer.weight, layer.bias, layer.stride, y)
+        return self.heads(x)
 
 
 def sample_actions(logits: Tensor, rng: torch.Generator) -> Tensor:
@@ -259,10 +255,9 @@ def expected_values(logits: Tensor, q_values: Tensor) -> Tensor:
 def qcritic_loss(
     logits: Tensor, q_values: Tensor, actions: Tensor, returns: Tensor, args: Args
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Total, policy and value loss, entropy (nats).
+    """Total, policy and value loss, entropy (nats); arXiv 1709.00503, section 4, with n-step returns.
 
-    logits and q_values are (batch, num_actions), actions and returns (batch,). Source: arXiv 1709.00503,
-    section 4, with n-step returns.
+    logits and q_values are (batch, num_actions), actions and returns (batch,).
     """
     log_probs = F.log_softmax(logits, -1)
     probs, weights = log_probs.exp(), q_values.detach()
@@ -273,31 +268,6 @@ def qcritic_loss(
     value_loss = F.mse_loss(q_values.gather(-1, actions.unsqueeze(-1)).squeeze(-1), returns)
     total = args.pg_coef * policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
     return total, policy_loss, value_loss, entropy
-
-
-def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
-    """1 - Var[targets - predictions] / Var[targets]: 1 is perfect, 0 no better than a constant."""
-    return 1 - (targets - predictions).var() / targets.var()
-
-
-def error(message: str) -> NoReturn:
-    """Refuse bad input: one line on standard error, exit status 2."""
-    print("error:", " ".join(message.split()), file=sys.stderr)
-    raise SystemExit(2)
-
-
-def check_ranges(args: Args) -> None:
-    """Refuse numbers that are out of range."""
-    for name, value in vars(args).items():
-        low, high = RANGES.get(name, (sys.float_info.min, sys.float_info.max))
-        if type(value) in (int, float) and not low <= value <= high:
-            must = f"lie in [{low}, {high}]" if name in RANGES else "be above 0"
-            error(f"--{name.replace('_', '-')} must {must}, not {value}")
-
-
-def derive_seed(*entropy: int) -> int:
-    """A seed that is a function of the numbers given, and unrelated to that of any other numbers."""
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 class AtariGames(AtariVectorEnv):
@@ -325,54 +295,182 @@ class AtariGames(AtariVectorEnv):
         return super().step(actions)
 
     def render(self) -> np.ndarray:
-        """The first game's screen (432, 320, 3): twice its size, padded to multiples of 16 for MP4."""
-        return np.pad(self.picture[0, 0].repeat(2, 0).repeat(2, 1), ((6, 6), (0, 0), (0, 0)))
+        """The first game's screen at twice its size, (420, 320, 3)."""
+        return self.picture[0, 0].repeat(2, 0).repeat(2, 1)
 
 
-def make_atari_envs(env_id: str, num_envs: int, render: bool = False, life_loss: bool = False) -> AtariGames:
+def make_envs(args: Args, num_envs: int, render: bool = False, life_loss: bool = False) -> AtariGames:
     """num_envs copies of a game, each reset in the step that ends it; life_loss: a lost life terminates too.
 
     A step lasts 4 frames; of the last two it shows the maximum, in grey and 84x84, and an observation is the
     last 4 such pictures, as in Mnih et al. 2015. Up to 30 frames pass before the first action.
     """
     gym.register_envs(ale_py)
-    try:
-        kwargs = dict(gym.spec(env_id).kwargs)
-        if kwargs.pop("frameskip") not in (1, 4):
-            raise ValueError("it skips a random number of frames; NoFrameskip-v4 or ALE/...-v5 do not")
-        return AtariGames(num_envs, render, life_loss_info=life_loss, **kwargs)
-    except KeyError:
-        error(f"{SCRIPT} plays Atari games; --env-id {env_id} is none")
-    except Exception as exception:  # of any kind: the environment is the user's choice
-        error(f"cannot make --env-id {env_id}: {exception}")
+    settings = dict(gym.spec(args.env_id).kwargs)
+    if "game" not in settings:
+        raise ValueError(f"this plays Atari games; {args.env_id} is none")
+    if settings.pop("frameskip") not in (1, 4):
+        raise ValueError("it skips a random number of frames; NoFrameskip-v4 or ALE/...-v5 do not")
+    return AtariGames(num_envs, render, life_loss_info=life_loss, **settings)
 
 
-def make_atari_agent(args: Args, envs: gym.vector.VectorEnv, state: dict | None) -> AtariAgent:
-    """An agent for these environments: a new one, or that of a saved state."""
+def make_agent(args: Args, envs: gym.vector.VectorEnv) -> AtariAgent:
+    """A new agent for these environments, whose critic values actions."""
     num_actions = int(envs.single_action_space.n)
-    agent = AtariAgent(num_actions, num_actions if ACTION_VALUES else 1, args.bf16)
-    if state is not None:
-        try:
-            agent.load_state_dict(state["agent"])
-        except (KeyError, RuntimeError):
-            error(f"the saved weights do not fit {args.env_id}")
-    return agent.to(memory_format=torch.channels_last)
+    return AtariAgent(num_actions, num_actions, args.bf16)
 
 
-def make_atari_policy(agent: AtariAgent, space: gym.spaces.Discrete, greedy: bool) -> Callable:
+def make_policy(args: Args, agent: AtariAgent, space: gym.spaces.Discrete) -> Callable:
     """A function from observations (num_envs, 4, 84, 84) and a NumPy generator to actions (num_envs,)."""
-    device = agent.policy.weight.device
 
     def act(obs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         with torch.no_grad():
-            logits = agent(torch.from_numpy(obs).to(device))[0].cpu().numpy()
-        return np.argmax(logits if greedy else logits + rng.gumbel(size=logits.shape), axis=-1)
+            logits = agent(torch.as_tensor(obs, device=agent.policy.weight.device))[0].cpu().numpy()
+        return np.argmax(logits if args.greedy else logits + rng.gumbel(size=logits.shape), axis=-1)
 
     return act
 
 
+def train(args: Args) -> None:
+    """Train one agent; all that it leaves behind is in its run folder."""
+    device = prepare(args)
+    envs = make_envs(args, args.num_envs, life_loss=True)
+    agent = make_agent(args, envs).to(device)
+    optimizer = torch.optim.RMSprop(agent.parameters(), alpha=args.rms_alpha, eps=args.rms_eps)
+    run = Run(args, log_interval=5_000, agent=agent, optimizer=optimizer)
+    shape = (args.num_steps, args.num_envs)
+    reward_buffer, done_buffer = np.zeros(shape, np.float32), np.zeros(shape, bool)
+    while not run.over:
+        if run.fresh:
+            obs, info = envs.reset(seed=run.seed(0))
+            frame_number = info["episode_frame_number"]
+            rng = torch.Generator(device).manual_seed(run.seed(1))
+            episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
+        learning_rate = args.learning_rate * (1 - run.progress if args.anneal_lr else 1)
+        optimizer.param_groups[0]["lr"] = learning_rate
+
+        # Collect. The update is of the same weights, so the activations are kept for it.
+        activations, actions, episodes, bootstraps = [], [], [], torch.zeros(shape, device=device)
+        with torch.no_grad():
+            for t in range(args.num_steps):
+                activations.append(agent.activations(torch.as_tensor(obs, device=device)))
+                actions.append(sample_actions(agent.heads(activations[t][-1])[0], rng))
+                obs, reward, terminated, truncated, info = envs.step(actions[t].cpu().numpy())
+                reward_buffer[t], done_buffer[t] = np.sign(reward), terminated | truncated
+                if truncated.any():  # then not terminated, says ale-py
+                    final_obs = torch.as_tensor(info["final_obs"][truncated], device=device)
+                    bootstraps[t, torch.from_numpy(truncated)] = expected_values(*agent(final_obs))
+                episode_return += reward
+                episode_length += 1
+                over = info["episode_frame_number"] < frame_number  # the game, not a life alone
+                frame_number = info["episode_frame_number"]
+                episodes += zip(episode_return[over].tolist(), episode_length[over].tolist(), strict=True)
+                episode_return[over], episode_length[over] = 0, 0
+            last_values = expected_values(*agent(torch.as_tensor(obs, device=device)))
+
+        # Compute targets.
+        rewards, done = (torch.as_tensor(array, device=device) for array in (reward_buffer, done_buffer))
+        returns = n_step_returns(rewards, bootstraps, done, last_values, args.gamma).flatten()
+
+        # Update.
+        logits, q_values = agent.rollout_outputs(activations)
+        actions = torch.cat(actions)
+        losses = qcritic_loss(logits, q_values, actions, returns, args)
+        optimizer.zero_grad()
+        losses[0].backward()
+        norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        optimizer.step()
+
+        logits, q_values = logits.detach(), q_values.detach()
+        values = q_values.gather(-1, actions.unsqueeze(-1)).squeeze(-1)  # of the actions taken
+        state_values = expected_values(logits, q_values)
+        names = ("total", "policy_loss", "value_loss", "entropy", "grad_norm")
+        scalars = {f"losses/{name}": x.detach() for name, x in zip(names, (*losses, norm), strict=True)} | {
+            "values/predictions": values,
+            "values/targets": returns,
+            "values/advantages": returns - values,
+            "values/q_mean": q_values,
+            "values/q_spread": q_values.std(-1),
+            "values/state_values": state_values,
+            "values/q_gap": values - state_values,
+            "charts/learning_rate": learning_rate,
+        }
+        run.end_iteration(returns.numel(), scalars, episodes)
+
+
+# ---- From here on, the text is the same in every script. ----
+
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from collections import defaultdict, deque
+from dataclasses import asdict, replace
+from typing import Any, NoReturn
+
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+
+
+def error(message: str) -> NoReturn:
+    """Refuse bad input: one line on standard error, exit status 2."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check(args: Args) -> None:
+    """Refuse numbers out of range, a device that is not there, and an environment that cannot be made."""
+    for name, value in vars(args).items():
+        low, high = RANGES.get(name, (sys.float_info.min, sys.float_info.max))
+        if type(value) in (int, float) and not low <= value <= high:
+            must = f"lie in [{low}, {high}]" if name in RANGES else "be above 0"
+            error(f"--{name.replace('_', '-')} must {must}, not {value}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        error("--device cuda: PyTorch sees no CUDA device here")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the error says what matters of them
+            envs = make_envs(args, 1, args.capture_video)
+            if args.capture_video:
+                envs.reset()
+                envs.envs[0].render()
+    except Exception as exception:  # of any kind: the environment is the user's choice
+        hint = "MUJOCO_GL=egl (Debian: apt install libegl1) or MUJOCO_GL=osmesa (apt install libosmesa6)"
+        hint = f". To render without a display, MuJoCo needs {hint}" if args.capture_video else ""
+        error(f"cannot make --env-id {args.env_id}: {exception}{hint}")
+
+
+def prepare(args: Args) -> torch.device:
+    """Seed PyTorch and set its number of threads; returns the device to train on."""
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.torch_threads)
+    return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def derive_seed(*entropy: int) -> int:
+    """A seed that is a function of the numbers given, and unrelated to that of any other numbers."""
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+
+
+def progress_bar(**options: Any) -> tqdm:
+    """A bar on a terminal; elsewhere a line a minute."""
+    if sys.stderr.isatty():
+        return tqdm(delay=2, unit="step", **options)
+    lines = {"bar_format": "{l_bar}{bar:10}{r_bar}\n", "mininterval": 60, "maxinterval": 60}
+    return tqdm(delay=60, unit="step", **lines, **options)
+
+
 def evaluate(
-    policy: Callable, envs: gym.vector.SyncVectorEnv, episodes: int, seed: int, video: Path | None = None
+    policy: Callable, envs: gym.vector.VectorEnv, episodes: int, seed: int, video: Path | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns and lengths, each (episodes,), of the policy; the first environment's first episode as an MP4.
 
@@ -382,12 +480,12 @@ def evaluate(
     rng = np.random.default_rng((seed, 1))  # of the seed alone it would draw what the first environment draws
     remaining = episodes // num_envs + (np.arange(num_envs) < episodes % num_envs)
     episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, int)
-    returns, lengths = [], []
+    returns, lengths, bar = [], [], progress_bar(desc="evaluation", leave=False)
     if video:
         import imageio
 
         video.parent.mkdir(parents=True, exist_ok=True)
-        frames = imageio.get_writer(video, fps=envs.metadata.get("render_fps", 30))
+        frames = imageio.get_writer(video, fps=envs.metadata.get("render_fps", 30), macro_block_size=2)
     obs, _ = envs.reset(seed=seed)
     while remaining.any():
         if frames and not frames.closed:
@@ -403,6 +501,9 @@ def evaluate(
         episode_return[done], episode_length[done] = 0, 0
         if frames and done[0]:
             frames.close()
+        bar.set_postfix_str(f"{len(returns)} of {episodes} episodes", refresh=False)
+        bar.update(num_envs)
+    bar.close()
     return np.array(returns), np.array(lengths)
 
 
@@ -412,327 +513,267 @@ def spread(returns: np.ndarray) -> tuple[float, float, float]:
     return returns.mean(), std, std / math.sqrt(len(returns))
 
 
-def save(state: dict, path: Path) -> None:
-    """Write beside and move into place, so that a crash leaves the old file."""
-    torch.save(state, path.with_suffix(".tmp"))
+def write(path: Path, content: bytes | dict) -> None:
+    """Write bytes, or a dict as torch.save does, beside the path and move them there, so whole or not."""
+    if isinstance(content, dict):
+        torch.save(content, buffer := io.BytesIO())  # writing itself, it would not say that a disk is full
+        content = buffer.getbuffer()
+    path.with_suffix(".tmp").write_bytes(content)
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def load(path: Path, *parts: str) -> dict:
-    """What `save` wrote, its arguments as Args. Refuses anything else; nothing in the file is run as code."""
+def load(path: Path, args: Args | None = None, **parts: Any) -> dict:
+    """A saved state, its arguments as Args; given args for this run, each part takes in its state.
+
+    Refuses what is no such state or does not fit. Nothing in the file is run as code.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["script"] != SCRIPT:
             error(f"{path} is of {state['script']}, not of {SCRIPT}")
-        return {part: state[part] for part in parts} | {"args": Args(**state["args"])}
+        state["args"] = Args(**state["args"])
     except FileNotFoundError:
         error(f"there is no {path}")
     except Exception as exception:  # torch.load raises many kinds
         error(f"{path} is damaged or not a checkpoint: {str(exception).partition('. ')[0]}")
+    if args and args.env_id != state["args"].env_id:
+        error(f"{path} is of {state['args'].env_id}, not of --env-id {args.env_id}")
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except (KeyError, RuntimeError, ValueError):
+        saved = vars(state["args"]) | {"resume": args.resume, "evaluate": args.evaluate}
+        flags = [f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if v != saved[k]]
+        error(f"the weights in {path} ({name}) do not fit {' '.join(flags)}")
+    return state
 
 
-def describe_machine() -> dict[str, str | None]:
-    """Versions, commit and hardware, for config.json."""
-    git = "git rev-parse --verify --quiet HEAD"  # through a shell, so that a machine without git is no error
-    commit = subprocess.run(
-        git, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True
-    )
-    return {name: importlib.metadata.version(name) for name in PACKAGES} | {
-        "python": platform.python_version(),
-        "git_commit": commit.stdout.strip() or None,
-        "cpu": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
+class Run:
+    """A training run: its folder and logs, its evaluations and checkpoints, and when it ends.
 
+    A run is a function of its arguments. At its start and after each checkpoint, `fresh` is true: every
+    generator is then seeded anew and the environments are reset, with seeds that follow from --seed and the
+    global step. So a checkpoint needs to hold no state of theirs, and a run that was killed and resumed ends
+    with the same bits as one that was not. Ctrl-C and SIGTERM make one checkpoint more.
 
-def open_run(args: Args, *parts: str) -> tuple[Path, dict | None, torch.device]:
-    """The run's folder, the state to resume from, and the device; refuses what cannot be run."""
-    state = load(args.resume / "checkpoint.pt", *parts) if args.resume else None
-    if state and state["args"].env_id != args.env_id:
-        error(f"{args.resume} is a run of {state['args'].env_id}, not of --env-id {args.env_id}")
-    check_ranges(args)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        error("--device cuda: PyTorch sees no CUDA device here")
-    name = f"{args.env_id.replace('/', '-')}__{SCRIPT}__seed{args.seed}__{int(time.time())}"
-    run_dir = args.resume or args.run_dir or Path("runs") / name
-    if state and args.run_dir:
-        error("--run-dir has no meaning beside --resume, which goes on in the folder that it names")
-    if not state and run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        error(f"{run_dir} is taken; if it is a run, this goes on with it: --resume {run_dir}")
-    device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
-    return run_dir, state, torch.device(device)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep the memory that an update frees for the next one. Saves a tenth of the time.
-
-    Without this it goes back to the system, and is taken from there anew, page by page.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        for parameter in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
-            ctypes.CDLL(None).mallopt(parameter, 2**30)  # bytes
-
-
-class RunLog:
-    """TensorBoard, W&B, evaluations.csv, config.json and the progress bar of one run.
-
-    What an earlier process logged after global_step, from where the run is resumed, is dropped.
+    parts: what training changes, each with state_dict and load_state_dict. `agent` is what make_policy takes
+    and model.pt holds. Of `buffer`, a replay buffer, each checkpoint writes the new rows to another file.
     """
 
-    def __init__(self, args: Args, run_dir: Path, global_step: int):
-        config = json.dumps({"script": SCRIPT} | asdict(args) | describe_machine(), indent=2, default=str)
-        (run_dir / "config.json").write_text(config + "\n")
-        path, rows = run_dir / "evaluations.csv", [("global_step", "episode", "return", "length")]
-        if path.exists():
-            rows += [row for row in list(csv.reader(path.open()))[1:] if int(row[0]) <= global_step]
-        with path.with_suffix(".tmp").open("w", newline="") as file:
-            csv.writer(file).writerows(rows)
-        os.replace(file.name, path)
-        self.csv_file = path.open("a", newline="", buffering=1)
-        self.tensorboard = SummaryWriter(str(run_dir), purge_step=global_step + 1)
-        self.wandb = None
-        if args.track:
+    def __init__(self, args: Args, log_interval: int = 1, **parts: Any):
+        self.args, self.parts, self.log_interval = args, parts, log_interval
+        self.global_step, self.episodes, self.recent = 0, 0, deque(maxlen=100)
+        self.fresh, self.interrupts, self.pending, self.ended = True, [], [], []
+        self.num_streams, self.seconds, self.started = 0, 0.0, time.perf_counter()
+        name = f"{args.env_id.replace('/', '-')}__{SCRIPT}__seed{args.seed}__{int(time.time())}"
+        self.folder = args.resume or args.run_dir or Path("runs", name)
+        if args.resume and args.run_dir:
+            error("--run-dir has no meaning beside --resume, which goes on in the folder that it names")
+        if args.resume:
+            state = load(self.folder / "checkpoint.pt", args, **parts)
+            self.global_step, self.episodes = state["global_step"], state["episodes"]
+            self.recent.extend(state["recent"])
+        elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            error(f"{self.folder} is taken; if it is a run, this goes on with it: --resume {self.folder}")
+        self.over = self.progress >= 1
+        self.eval_envs = make_envs(args, min(args.eval_episodes, 10), args.capture_video)
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda number, _: self.interrupts.append(number))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for end, path in self.row_files().items():
+                if end <= state["buffer"]["added"]:
+                    parts["buffer"].write(torch.load(path)["rows"], end)
+                else:  # the run was killed before the checkpoint of these rows
+                    path.unlink()
+            if not args.resume:
+                self.save()
+            self.open_logs()
+        except OSError as exception:
+            error(f"cannot write the run folder: {exception}")
+
+    def open_logs(self) -> None:
+        """Begin to log, or go on: what an earlier process logged after the checkpoint is dropped."""
+        packages = sorted({"gymnasium", "mujoco", "ale_py", "numpy", "torch"} & sys.modules.keys())
+        git = f"git -C {shlex.quote(str(Path(__file__).resolve().parent))} rev-parse --verify --quiet HEAD"
+        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
+        config = {"script": SCRIPT} | asdict(self.args) | {"python": platform.python_version()}
+        config |= {name.replace("_", "-"): importlib.metadata.version(name) for name in packages}
+        config |= {"git_commit": commit or None, "cpu": f"{os.cpu_count()} x {platform.machine()}"}
+        config["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        write(self.folder / "config.json", json.dumps(config, indent=2, default=str).encode() + b"\n")
+        self.evaluations = self.folder / "evaluations.csv"
+        rows = self.evaluations.read_text().splitlines(True)[1:] if self.evaluations.exists() else []
+        rows = [row for row in rows if int(row.partition(",")[0]) <= self.global_step]
+        write(self.evaluations, "".join(["global_step,episode,return,length\n", *rows]).encode())
+        if self.args.track:
             import wandb
 
-            project = {"project": args.wandb_project, "entity": args.wandb_entity}
-            self.wandb = wandb.init(**project, id=run_dir.name, resume="allow", config=asdict(args))
-        self.tty, self.reported, self.status = sys.stderr.isatty(), time.monotonic(), {}
-        hide = 0 if self.tty else math.inf  # seconds
-        self.bar = tqdm(initial=global_step, total=args.total_timesteps, unit="step", delay=hide)
-        print(f"run folder: {run_dir}", flush=True)
+            account = {"project": self.args.wandb_project, "entity": self.args.wandb_entity}
+            wandb.init(**account, id=self.folder.name, resume="allow", config=config, sync_tensorboard=True)
+        threading.excepthook = lambda failure: None  # what TensorBoard's raises, its next call raises here
+        self.tensorboard = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        self.bar, self.shown = progress_bar(initial=self.global_step, total=self.args.total_timesteps), {}
+        print(f"run folder: {self.folder}", flush=True)
 
-    def scalars(self, values: dict[str, float], global_step: int) -> None:
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done."""
+        episodes = self.episodes / getattr(self.args, "total_episodes", math.inf)
+        return max(self.global_step / self.args.total_timesteps, episodes)
+
+    def seed(self, stream: int) -> int:
+        """The seed of a stream of random numbers from the global step on."""
+        self.num_streams = max(self.num_streams, stream + 1)
+        return derive_seed(self.args.seed, self.global_step, stream)
+
+    def end_iteration(self, steps: int, scalars: dict, episodes: list[tuple[float, int]]) -> None:
+        """Count and log an iteration; evaluate, record and save where that is due; end a run that is over.
+
+        steps: environment steps. scalars: numbers or tensors of any shape by their tags; logged is the mean
+        of each since the last log. episodes: (return, length) of those that ended.
+        """
+        self.seconds += time.perf_counter() - self.started
+        args, before, self.global_step = self.args, self.global_step, self.global_step + steps
+        self.episodes += len(episodes)
+        self.ended += episodes
+        self.pending.append((self.global_step, steps, scalars))
+        intervals = (self.log_interval, args.eval_interval or math.inf, args.checkpoint_interval)
+        log_due, eval_due, save_due = (self.global_step // n > before // n for n in intervals)
+        finished, mean_return = self.progress >= 1, -math.inf
+        try:
+            if log_due or eval_due or save_due or finished or self.interrupts:
+                self.log()
+            if eval_due or (finished and args.eval_interval):
+                mean_return = self.evaluate()
+            solved = args.stop_at_return is not None and mean_return >= args.stop_at_return
+            self.over = finished or solved or bool(self.interrupts)
+            self.fresh = save_due or self.over
+            if self.fresh:
+                self.tensorboard.flush()  # a run that resumes from here has logged what came before
+                self.save()
+        except OSError as exception:
+            self.fail(f"cannot write ({exception})", self.global_step)
+        if self.over:
+            self.bar.close()
+        if self.over and self.interrupts:
+            command = shlex.join(("python", sys.argv[0], "--resume", str(self.folder)))
+            print(f"saved at step {self.global_step}; to go on: {command}")
+            raise SystemExit(128 + self.interrupts[0])
+        self.started = time.perf_counter()
+
+    def log(self) -> None:
+        """Log what has come since the last time; a loss that is not finite ends the run."""
+        values = defaultdict(list)
+        for step, _, scalars in self.pending:
+            for tag, value in scalars.items():
+                values[tag].append(torch.as_tensor(value, dtype=torch.float64).flatten())
+                if tag.startswith("losses/") and not values[tag][-1].isfinite().all():
+                    self.fail(f"non-finite {tag}", step)
+        values = {tag: torch.cat(tensors) for tag, tensors in values.items()}
+        means = {tag: x.mean().item() for tag, x in values.items()}
+        if "values/targets" in values:  # 1: the predictions are perfect, 0: no better than a constant
+            targets, predictions = values["values/targets"], values["values/predictions"]
+            means["losses/explained_variance"] = 1 - ((targets - predictions).var() / targets.var()).item()
+        means["charts/SPS"] = sum(steps for _, steps, _ in self.pending) / self.seconds
+        if self.ended:
+            # Where parallel environments end few episodes, the latest of each.
+            latest = [*self.recent, *self.ended][-max(len(self.ended), getattr(self.args, "num_envs", 1)) :]
+            self.recent.extend(self.ended)
+            means["charts/episodic_return"], means["charts/episodic_length"] = np.mean(latest, axis=0)
+            means["charts/episodic_return_min"], means["charts/episodic_return_max"] = (
+                min(latest)[0],
+                max(latest)[0],
+            )
+            means["charts/return_mean_100"], _ = np.mean(self.recent, axis=0)
+        self.show(means)
+        self.pending, self.ended, self.seconds = [], [], 0.0
+
+    def show(self, scalars: dict[str, float]) -> None:
         """Log scalars by their tags; the bar shows the two that matter most."""
-        for tag, value in values.items():
-            self.tensorboard.add_scalar(tag, value, global_step)
-        if self.wandb:
-            self.wandb.log(values, step=global_step)
-        shown = {"charts/return_mean_100": "return", "eval/return_mean": "evaluation"}
-        self.status |= {shown[tag]: f"{value:.1f}" for tag, value in values.items() if tag in shown}
-        self.bar.set_postfix(self.status, refresh=False)
-        self.bar.update(min(global_step, self.bar.total) - self.bar.n)
-        if not self.tty and time.monotonic() > self.reported + 60:
-            self.reported = time.monotonic()
-            print(self.bar, flush=True)
+        for tag, value in scalars.items():
+            self.tensorboard.add_scalar(tag, value, self.global_step)
+        names = {"charts/return_mean_100": "return", "eval/return_mean": "evaluation"}
+        self.shown |= {names[tag]: f"{value:.5g}" for tag, value in scalars.items() if tag in names}
+        self.bar.set_postfix(self.shown, refresh=False)
+        self.bar.update(min(self.global_step, self.bar.total) - self.bar.n)
 
-    def evaluation(self, returns: np.ndarray, lengths: np.ndarray, global_step: int) -> float:
-        """Log an evaluation's returns and lengths, each (episodes,), and return the mean return."""
+    def evaluate(self) -> float:
+        """Evaluate the agent, log what it scores, and return the mean."""
+        args, step = self.args, self.global_step
+        video = Path("videos", self.folder.name, f"step_{step}.mp4") if args.capture_video else None
+        policy = make_policy(args, self.parts["agent"], self.eval_envs.single_action_space)
+        seed = derive_seed(args.seed, step, self.num_streams)  # of a stream that training does not use
+        returns, lengths = evaluate(policy, self.eval_envs, args.eval_episodes, seed, video)
         rows = enumerate(zip(returns, lengths, strict=True))
-        csv.writer(self.csv_file).writerows((global_step, i, *row) for i, row in rows)
+        with self.evaluations.open("a") as file:
+            file.writelines(f"{step},{i},{episode_return},{length}\n" for i, (episode_return, length) in rows)
         mean, _, stderr = spread(returns)
-        tags = {"eval/return_mean": mean, "eval/return_stderr": stderr, "eval/length_mean": lengths.mean()}
-        self.scalars(tags, global_step)
-        write = tqdm.write if self.tty else print
-        write(f"step {global_step}: evaluation return {mean:.1f} +- {stderr:.1f}")
+        self.show(
+            {"eval/return_mean": mean, "eval/return_stderr": stderr, "eval/length_mean": lengths.mean()}
+        )
+        say = tqdm.write if sys.stderr.isatty() else print  # tqdm's draws the bar anew below the line
+        say(f"step {step}: evaluation return {mean:.5g} +- {stderr:.3g}")
         return mean
 
-    def close(self) -> None:
-        """Write out what is buffered."""
+    def save(self) -> None:
+        """Write model.pt, the replay buffer's new rows and checkpoint.pt."""
+        settings = {k: v for k, v in asdict(self.args).items() if not isinstance(v, Path)}
+        state = {"script": SCRIPT, "args": settings, "global_step": self.global_step}
+        write(self.folder / "model.pt", state | {"agent": self.parts["agent"].state_dict()})
+        buffer, files = self.parts.get("buffer"), self.row_files()
+        if buffer and buffer.added > max(files, default=0):
+            rows = buffer.rows_since(max(files, default=0))
+            write(self.folder / f"rows_{buffer.added}.pt", {"rows": rows})
+        state |= {name: part.state_dict() for name, part in self.parts.items()}
+        state |= {"episodes": self.episodes, "recent": list(self.recent)}
+        write(self.folder / "checkpoint.pt", state)
+        for end, path in files.items():
+            if end <= buffer.added - buffer.capacity:  # its rows are overwritten
+                path.unlink()
+
+    def row_files(self) -> dict[int, Path]:
+        """Files of a replay buffer's rows in order, by the number of rows added up to the end of each."""
+        files = {int(path.stem.removeprefix("rows_")): path for path in self.folder.glob("rows_*.pt")}
+        return dict(sorted(files.items()))
+
+    def fail(self, what: str, step: int) -> NoReturn:
+        """End a run that cannot go on: one line, exit status 1."""
         self.bar.close()
-        self.csv_file.close()
-        self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish()
+        sys.exit(f"error: {what} at step {step}; the last checkpoint is {self.folder / 'checkpoint.pt'}")
 
 
-def train(args: Args) -> None:
-    """Train one agent; all that it leaves behind is in its run folder."""
-    run_dir, state, device = open_run(args, "agent", "optimizer", "recent", "global_step")
-    torch.set_num_threads(args.torch_threads)
-    keep_freed_memory()
-    torch.manual_seed(args.seed)
-    eval_envs = make_atari_envs(args.env_id, min(args.eval_episodes, 10), args.capture_video)
-    envs = make_atari_envs(args.env_id, args.num_envs, life_loss=True)
-    agent = make_atari_agent(args, envs, state).to(device)
-    optimizer = torch.optim.RMSprop(agent.parameters(), alpha=args.rms_alpha, eps=args.rms_eps)
-    recent = deque(maxlen=100)  # (return, length) of the latest training games
-    global_step = 0
-    if state:
-        optimizer.load_state_dict(state["optimizer"])
-        recent.extend(state["recent"])
-        global_step = state["global_step"]
-
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as exception:
-        error(f"cannot make the run folder: {exception}")
-
-    def checkpoint() -> None:
-        settings = {k: v for k, v in asdict(args).items() if not isinstance(v, Path)}
-        policy = {"script": SCRIPT, "args": settings, "global_step": global_step, "agent": agent.state_dict()}
-        save(policy, run_dir / "model.pt")
-        rest = {"optimizer": optimizer.state_dict(), "recent": list(recent)}
-        save(policy | rest, run_dir / "checkpoint.pt")
-
-    interrupts = []
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda number, _: interrupts.append(number))
-    if not state:
-        checkpoint()
-    log = RunLog(args, run_dir, global_step)
-    shape = (args.num_steps, args.num_envs)
-    reward_buffer, done_buffer = np.zeros(shape, np.float32), np.zeros(shape, bool)
-    updates, barrier, stop = [], True, False  # the updates that are still to be logged
-    while global_step < args.total_timesteps and not stop:
-        if not updates:
-            started = time.perf_counter()
-        previous_step = global_step
-        if barrier:
-            obs, info = envs.reset(seed=derive_seed(args.seed, global_step, 0))
-            obs, frame_number = torch.from_numpy(obs).to(device), info["episode_frame_number"]
-            rng = torch.Generator(device).manual_seed(derive_seed(args.seed, global_step, 1))
-            episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
-            latest = np.full((args.num_envs, 2), np.nan)  # (return, length) of each environment's last game
-            barrier = False
-        learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps if args.anneal_lr else 1)
-        optimizer.param_groups[0]["lr"] = learning_rate
-
-        # Collect. With one update for each rollout, that can use the activations of these very passes.
-        activations, actions, bootstraps = [], [], torch.zeros(shape, device=device)
-        for t in range(args.num_steps):
-            with torch.no_grad():
-                step_activations = agent.activations(obs)
-                step_actions = sample_actions(agent.heads(step_activations[-1])[0], rng)
-            next_obs, reward, terminated, truncated, info = envs.step(step_actions.cpu().numpy())
-            obs = torch.from_numpy(next_obs).to(device)
-            activations.append(step_activations)
-            actions.append(step_actions)
-            reward_buffer[t], done_buffer[t] = np.sign(reward), terminated | truncated
-            if truncated.any():  # then not terminated, says ale-py
-                final_obs = torch.from_numpy(info["final_obs"][truncated]).to(device)
-                with torch.no_grad():
-                    bootstraps[t, torch.from_numpy(truncated)] = expected_values(*agent(final_obs))
-            episode_return += reward
-            episode_length += 1
-            over = info["episode_frame_number"] < frame_number  # the game, not a life alone
-            frame_number = info["episode_frame_number"]
-            if over.any():
-                latest[over] = np.stack([episode_return, episode_length], 1)[over]
-                recent.extend(latest[over].tolist())
-                episode_return[over], episode_length[over] = 0, 0
-        with torch.no_grad():
-            last_values = expected_values(*agent(obs))
-        global_step += args.num_steps * args.num_envs
-
-        # Compute targets.
-        rewards, done = (torch.from_numpy(array).to(device) for array in (reward_buffer, done_buffer))
-        returns = n_step_returns(rewards, bootstraps, done, last_values, args.gamma)
-
-        # Update. One backward pass by hand takes two thirds of the time of autograd's, one for each step.
-        activations = [torch.cat(steps) for steps in zip(*activations, strict=True)]
-        features = activations[-1].requires_grad_()
-        logits, q_values = agent.heads(features)
-        actions, returns = torch.cat(actions), returns.flatten()
-        loss, *parts = qcritic_loss(logits, q_values, actions, returns, args)
-        optimizer.zero_grad()
-        loss.backward()
-        agent.backward(activations, features.grad)
-        norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-        if not (loss + norm).isfinite():
-            log.close()
-            last = f"the last checkpoint is {run_dir / 'checkpoint.pt'}"
-            sys.exit(f"error: non-finite loss or gradient in the update at step {global_step}; {last}")
-        optimizer.step()
-        updates.append(
-            (torch.stack([loss, *parts, norm]).detach(), logits.detach(), q_values.detach(), actions, returns)
-        )
-
-        # Log.
-        finished = global_step >= args.total_timesteps
-        intervals = (LOG_INTERVAL, args.eval_interval or math.inf, args.checkpoint_interval)
-        log_due, eval_due, checkpoint_due = (global_step // n > previous_step // n for n in intervals)
-        if log_due or checkpoint_due or finished or interrupts:
-            losses, logits, q_values, actions, returns = (torch.stack(x) for x in zip(*updates, strict=True))
-            values = q_values.gather(-1, actions.unsqueeze(-1)).squeeze(-1)  # of the actions taken
-            state_values = expected_values(logits, q_values)
-            names = ("total", "policy_loss", "value_loss", "entropy", "grad_norm")
-            scalars = {f"losses/{k}": v for k, v in zip(names, losses.mean(0).tolist(), strict=True)} | {
-                "losses/explained_variance": explained_variance(values, returns).item(),
-                "values/predictions": values.mean().item(),
-                "values/targets": returns.mean().item(),
-                "values/advantages": (returns - values).mean().item(),
-                "values/q_mean": q_values.mean().item(),
-                "values/q_spread": q_values.std(-1).mean().item(),
-                "values/state_values": state_values.mean().item(),
-                "values/q_gap": (values - state_values).mean().item(),
-                "charts/learning_rate": learning_rate,
-                "charts/SPS": returns.numel() / (time.perf_counter() - started),
-            }
-            if len(played := latest[~np.isnan(latest[:, 0])]):
-                scalars["charts/episodic_return"], scalars["charts/episodic_length"] = played.mean(0)
-                scalars["charts/episodic_return_min"], _ = played.min(0)
-                scalars["charts/episodic_return_max"], _ = played.max(0)
-                scalars["charts/return_mean_100"] = np.mean(recent, axis=0)[0]
-            log.scalars(scalars, global_step)
-            updates = []
-
-        # Evaluate.
-        if eval_due or (finished and args.eval_interval):
-            video = Path("videos", run_dir.name, f"step_{global_step}.mp4") if args.capture_video else None
-            policy = make_atari_policy(agent, envs.single_action_space, args.greedy)
-            seed = derive_seed(args.seed, global_step, 2)
-            eval_returns, lengths = evaluate(policy, eval_envs, args.eval_episodes, seed, video)
-            eval_mean = log.evaluation(eval_returns, lengths, global_step)
-            stop = args.stop_at_return is not None and eval_mean >= args.stop_at_return
-
-        # Checkpoint.
-        stop = stop or bool(interrupts)
-        if checkpoint_due or finished or stop:
-            log.tensorboard.flush()  # a run that resumes from here has logged what came before
-            checkpoint()
-            barrier = True
-    log.close()
-    if interrupts:
-        command = shlex.join(("python", sys.argv[0], "--resume", str(run_dir)))
-        print(f"saved at step {global_step}; to go on: {command}")
-        raise SystemExit(128 + interrupts[0])
-
-
-# What `play` needs of this script.
-make_envs, make_agent, make_policy = make_atari_envs, make_atari_agent, make_atari_policy
-
-
-def play(args: Args, state: dict) -> None:
-    """Evaluate a saved policy and print what it scored."""
-    if state["args"].env_id != args.env_id:
-        error(f"{args.evaluate} was trained on {state['args'].env_id}, not on --env-id {args.env_id}")
-    check_ranges(args)
-    run_dir = args.evaluate if args.evaluate.is_dir() else args.evaluate.parent
-    envs = make_envs(args.env_id, min(args.eval_episodes, 10), args.capture_video)
-    policy = make_policy(make_agent(args, envs, state), envs.single_action_space, args.greedy)
-    video = Path("videos", run_dir.resolve().name, "greedy.mp4" if args.greedy else "sampled.mp4")
-    returns, lengths = evaluate(
-        policy, envs, args.eval_episodes, args.seed, video if args.capture_video else None
+def play(args: Args) -> None:
+    """Evaluate a saved policy and print what it scores."""
+    envs = make_envs(args, min(args.eval_episodes, 10), args.capture_video)
+    agent = make_agent(args, envs)
+    load(args.evaluate, args, agent=agent)
+    policy = make_policy(args, agent, envs.single_action_space)
+    video = Path(
+        "videos", args.evaluate.resolve().parent.name, "greedy.mp4" if args.greedy else "sampled.mp4"
     )
+    video = video if args.capture_video else None
+    returns, lengths = evaluate(policy, envs, args.eval_episodes, args.seed, video)
     for i, (episode_return, length) in enumerate(zip(returns, lengths, strict=True)):
         print(f"episode {i}: return {episode_return:.2f}, length {length}")
-    print("mean {:.2f}, standard deviation {:.2f}, standard error {:.2f}".format(*spread(returns)))
-
-
-def parse_args(default: Args | None = None) -> Args:
-    """The command line as Args. What tyro has to say of a bad one it puts in a box; here it is one line."""
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output):
-            return tyro.cli(Args, default=default)
-    except SystemExit as stopped:
-        if stopped.code:
-            error(re.sub(r"[^ -~]+", " ", output.getvalue()))
-        raise
+    print("mean {:.6g}, standard deviation {:.4g}, standard error {:.4g}".format(*spread(returns)))
 
 
 def main() -> None:
-    args = parse_args()
+    warnings.filterwarnings("ignore", ".*out of date", DeprecationWarning)  # MuJoCo's v4 is meant
+    args = tyro.cli(Args)
     if args.evaluate:
         path = args.evaluate / "model.pt" if args.evaluate.is_dir() else args.evaluate
-        state = load(path, "agent")
-        own = {name: getattr(Args, name) for name in ("seed", "eval_episodes", "greedy", "capture_video")}
-        play(parse_args(replace(state["args"], evaluate=args.evaluate, **own)), state)
+        # How to play is not the training run's to say.
+        own = ("seed", "eval_episodes", "greedy", "capture_video", "device")
+        own = {name: getattr(Args, name) for name in own}
+        args = replace(tyro.cli(Args, default=replace(load(path)["args"], **own)), evaluate=path)
     elif args.resume:
-        state = load(args.resume / "checkpoint.pt")
-        train(parse_args(replace(state["args"], resume=args.resume)))
-    else:
-        train(args)
+        args = tyro.cli(
+            Args, default=replace(load(args.resume / "checkpoint.pt")["args"], resume=args.resume)
+        )
+    check(args)
+    play(args) if args.evaluate else train(args)
 
 
 if __name__ == "__main__":

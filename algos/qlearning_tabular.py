@@ -6,6 +6,7 @@
 #     "matplotlib~=3.11",
 #     "numpy~=2.4",
 #     "tensorboard~=2.21",
+#     "torch~=2.13.0",
 #     "tqdm~=4.67",
 #     "tyro~=1.0",
 #     "wandb~=0.31",
@@ -23,104 +24,36 @@ n counting the updates of the entry. It converges while every action goes on to 
 to infinity and their squares do not (Watkins and Dayan 1992, "Q-learning"): 1/2 < decay <= 1. The actions to
 learn from are epsilon-greedy: the best so far, or with probability epsilon any.
 
-    python qlearning_tabular.py --greedy                                         trains, on FrozenLake-v1
-    python qlearning_tabular.py --resume runs/RUN                                goes on from a checkpoint
-    python qlearning_tabular.py --evaluate runs/RUN --greedy --capture-video     plays
+    python qlearning_tabular.py                                         trains, on FrozenLake-v1
+    python qlearning_tabular.py --resume runs/RUN                       goes on from the last checkpoint
+    python qlearning_tabular.py --evaluate runs/RUN --capture-video     plays
 
 The first command ends within 0.01 of the return of the exact solution for its gamma, 0.740, and so do those
 for FrozenLake's larger map, 0.632, and for Blackjack, -0.043:
 
-    python qlearning_tabular.py --greedy --map-name 8x8 --total-timesteps 4000000
-    python qlearning_tabular.py --greedy --env-id Blackjack-v1 --gamma 1 --alpha-decay 0.8
+    python qlearning_tabular.py --map-name 8x8 --total-timesteps 4000000
+    python qlearning_tabular.py --env-id Blackjack-v1 --gamma 1 --alpha-decay 0.8
 
-A run is a function of its arguments: at each checkpoint every generator is reseeded and the environment is
-reset from (seed, global step), so that a run that was killed and resumed ends with the same bits as one that
-was not. A run ended by Ctrl-C or SIGTERM saves where it stands: one such point more than an uninterrupted run
-has.
-
-There is no PyTorch here: checkpoint.npz and model.npz are NumPy archives, q and visits in them have a row for
-each observation and a column for each action, and no flag chooses a device or threads. The run folder of a
-map or of Blackjack also holds a picture of the table, table.png.
+The run folder of a map or of Blackjack also holds a picture of the table, table.png.
 """
 
-import contextlib
-import csv
-import importlib.metadata
-import io
-import json
 import math
-import os
-import platform
 import random
-import re
-import shlex
-import signal
-import subprocess
 import sys
-import time
-import warnings
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
-import tyro
+import torch
 from gymnasium.spaces import Discrete, MultiDiscrete, Tuple
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
-from tqdm import tqdm
-
-SCRIPT = "qlearning_tabular"
-PACKAGES = ("gymnasium", "numpy")
 
 
 @dataclass
 class Args:
-    env_id: str = "FrozenLake-v1"
-    """Gymnasium environment with Discrete actions whose observations are Discrete or a few such numbers"""
-    seed: int = 1
-    """seed of every generator of the run"""
-    total_timesteps: int = 1_000_000
-    """environment steps to train for"""
-    run_dir: Path | None = None
-    """folder of this run (default: runs/<env id>__qlearning_tabular__seed<seed>__<unix time>)"""
-    resume: Path | None = None
-    """run folder to go on with, under its own settings; flags given beside this one override them"""
-    evaluate: Path | None = None
-    """model.npz or run folder to play --eval-episodes with, instead of training"""
-    greedy: bool = False
-    """evaluate the greedy policy instead of the epsilon-greedy one with epsilon --end-e"""
-    eval_interval: int = 100_000
-    """environment steps between evaluations; the end of training is one more (0: none at all)"""
-    eval_episodes: int = 1_000
-    """episodes of one evaluation"""
-    checkpoint_interval: int = 100_000
-    """environment steps between checkpoints; part of what determines the run, see above"""
-    stop_at_return: float | None = None
-    """end training once the mean return of an evaluation reaches this"""
-    capture_video: bool = False
-    """record the first episode of each evaluation under videos/<run name>/"""
-    track: bool = False
-    """log to Weights & Biases as well"""
-    wandb_project: str = "plainrl"
-    """project of --track"""
-    wandb_entity: str | None = None
-    """user or team of --track"""
-
-    map_name: Literal["4x4", "8x8"] | None = None
-    """FrozenLake's map (this and the next four, unless given: as the environment is registered)"""
-    is_slippery: bool | None = None
-    """FrozenLake, CliffWalking: two moves in three go off to a side"""
-    sab: bool | None = None
-    """Blackjack by Sutton and Barto's rules: a natural beats any other 21"""
-    natural: bool | None = None
-    """Blackjack without --sab: a natural that wins pays 1.5"""
-    max_episode_steps: int | None = None
-    """time limit of an episode, in steps; 1,000 where the environment has none of its own"""
     alpha: float = 1.0
     """step size; under --alpha-decay that of an entry's first update"""
     alpha_decay: float = 0.6
@@ -135,17 +68,78 @@ class Args:
     """part of --total-timesteps in which it falls"""
     initial_value: float = 0.0
     """entries of the new table; above what can be earned, untried actions look best (optimistic start)"""
+    map_name: Literal["4x4", "8x8"] | None = None
+    """FrozenLake's map (this and the next four, unless given: as the environment is registered)"""
+    is_slippery: bool | None = None
+    """FrozenLake, CliffWalking: two moves in three go off to a side"""
+    sab: bool | None = None
+    """Blackjack by Sutton and Barto's rules: a natural beats any other 21"""
+    natural: bool | None = None
+    """Blackjack without --sab: a natural that wins pays 1.5"""
+    max_episode_steps: int | None = None
+    """time limit of an episode, in steps; 1,000 where the environment has none of its own"""
+
+    env_id: str = "FrozenLake-v1"
+    """Gymnasium environment with Discrete actions whose observations are Discrete or a few such numbers"""
+    seed: int = 1
+    """seed of every generator of the run"""
+    total_timesteps: int = 1_000_000
+    """environment steps to train for"""
+    device: Literal["cpu"] = "cpu"
+    """a table lives on the CPU"""
+    torch_threads: int = 1
+    """CPU threads of PyTorch, which only stores the table"""
+    eval_interval: int = 100_000
+    """environment steps between evaluations; the end of training is one more (0: none at all)"""
+    eval_episodes: int = 1_000
+    """episodes of one evaluation"""
+    greedy: bool = True
+    """evaluate the greedy policy instead of the epsilon-greedy one with epsilon --end-e"""
+    checkpoint_interval: int = 100_000
+    """environment steps between checkpoints; part of what determines the run"""
+    stop_at_return: float | None = None
+    """end training once the mean return of an evaluation reaches this"""
+    capture_video: bool = False
+    """record the first episode of each evaluation under videos/<run name>/"""
+    track: bool = False
+    """log to Weights & Biases as well"""
+    wandb_project: str = "plainrl"
+    """project of --track"""
+    wandb_entity: str | None = None
+    """user or team of --track"""
+    run_dir: Path | None = None
+    """folder of this run (default: runs/<env id>__<script>__seed<seed>__<unix time>)"""
+    resume: Path | None = None
+    """run folder to go on with, under its own settings; flags given beside this one override them"""
+    evaluate: Path | None = None
+    """model.pt or run folder to play --eval-episodes with, instead of training"""
 
 
 # What a number may be, where that is not anything above 0.
 RANGES = dict.fromkeys(("seed", "eval_interval"), (0, 2**32)) | {"alpha": (1e-9, 1)}
 RANGES |= dict.fromkeys(("alpha_decay", "gamma", "start_e", "end_e", "exploration_fraction"), (0, 1))
 RANGES |= dict.fromkeys(("initial_value", "stop_at_return"), (-sys.float_info.max, sys.float_info.max))
-LOG_INTERVAL = 10_000  # environment steps between points of TensorBoard's training curves
-# How far down and to the right each action leads, on environments that are maps.
-MOVES = {"FrozenLake": ((0, -1), (1, 0), (0, 1), (-1, 0)), "CliffWalking": ((-1, 0), (0, 1), (1, 0), (0, -1))}
-# For each observation a number for each action; one at a time, lists are several times as fast as NumPy.
-Table = dict[int | tuple, list[float]]
+
+
+class Table:
+    """Q and the number of updates of each entry, as lists of a row for each state.
+
+    One entry at a time, lists are several times as fast as NumPy or PyTorch.
+    """
+
+    def __init__(self, num_states: int, num_actions: int, initial_value: float):
+        self.q = [[initial_value] * num_actions for _ in range(num_states)]
+        self.visits = [[0] * num_actions for _ in range(num_states)]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Both as tensors (num_states, num_actions)."""
+        return {"q": torch.tensor(self.q, dtype=torch.float64), "visits": torch.tensor(self.visits)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            if state[name].shape != tensor.shape:
+                raise ValueError(f"{name} has shape {state[name].shape}, not {tensor.shape}")
+            setattr(self, name, state[name].tolist())
 
 
 def exploration(step: int, args: Args) -> float:
@@ -155,7 +149,7 @@ def exploration(step: int, args: Args) -> float:
     return (1 - progress) * args.start_e + progress * args.end_e
 
 
-def epsilon_greedy(values: list[float], epsilon: float, rng: random.Random) -> int:
+def epsilon_greedy(values: list[float], epsilon: float, rng: random.Random | np.random.Generator) -> int:
     """An action given the values (actions,): random with probability epsilon, else best; ties at random."""
     if rng.random() < epsilon:
         return int(rng.random() * len(values))
@@ -178,46 +172,6 @@ def q_target(reward: float, next_values: list[float], terminated: bool, gamma: f
     return reward if terminated else reward + gamma * max(next_values)
 
 
-def error(message: str) -> NoReturn:
-    """Refuse bad input: one line on standard error, exit status 2."""
-    print("error:", " ".join(message.split()), file=sys.stderr)
-    raise SystemExit(2)
-
-
-def check_ranges(args: Args) -> None:
-    """Refuse numbers that are out of range."""
-    for name, value in vars(args).items():
-        low, high = RANGES.get(name, (sys.float_info.min, sys.float_info.max))
-        if type(value) in (int, float) and not low <= value <= high:
-            must = f"lie in [{low}, {high}]" if name in RANGES else "be above 0"
-            error(f"--{name.replace('_', '-')} must {must}, not {value}")
-
-
-def derive_seed(*entropy: int) -> int:
-    """A seed that is a function of the numbers given, and unrelated to that of any other numbers."""
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
-
-
-def make_env(args: Args, render: bool = False) -> gym.Env:
-    """The environment, under a time limit; its observations are numbers or tuples of them."""
-    names = ("map_name", "is_slippery", "sab", "natural", "max_episode_steps")
-    kwargs = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    kwargs |= {"render_mode": "rgb_array"} if render else {}
-    with warnings.catch_warnings(action="ignore"):
-        try:
-            env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
-            if render:
-                env.reset()
-                env.render()
-        except Exception as exception:  # of any kind: the environment is the user's choice
-            error(f"cannot make {'a video of ' if render else ''}--env-id {args.env_id}: {exception}")
-    space = env.observation_space
-    if isinstance(space, MultiDiscrete):
-        parts = [Discrete(n, start=start) for n, start in zip(space.nvec.flat, space.start.flat, strict=True)]
-        env = gym.wrappers.TransformObservation(env, lambda obs: tuple(obs.flat), Tuple(parts))
-    return env if env.spec.max_episode_steps else gym.wrappers.TimeLimit(env, 1000)
-
-
 def observations(space: gym.Space) -> Iterable[int | tuple]:
     """All observations, in the order of the table's rows; none if the space is not finite."""
     if isinstance(space, Discrete):
@@ -225,44 +179,231 @@ def observations(space: gym.Space) -> Iterable[int | tuple]:
     return product(*map(observations, space.spaces)) if isinstance(space, Tuple) else ()
 
 
-def make_tables(args: Args, env: gym.Env, state: dict) -> tuple[Table, Table]:
-    """Q and the number of updates of each entry: new ones, or those of a saved state."""
-    keys, actions = list(observations(env.observation_space)), env.action_space
-    if not keys or not isinstance(actions, Discrete):
-        spaces = f"{env.observation_space} of observations and {actions} of actions"
-        error(f"{SCRIPT} needs observations and actions that can be counted; {args.env_id} has {spaces}")
-    shape = (len(keys), int(actions.n))
-    q, visits = state.get("q", np.full(shape, args.initial_value)), state.get("visits", np.zeros(shape, int))
-    if not q.shape == visits.shape == shape:
-        error(f"the saved table, {q.shape}, is not of the shape of {args.env_id}, {shape}")
-    return tuple(dict(zip(keys, table.tolist(), strict=True)) for table in (q, visits))
+def number_states(env: gym.Env) -> gym.Env:
+    """The environment with the numbers of the table's rows as its observations, if these are finite."""
+    space = env.observation_space
+    if isinstance(space, MultiDiscrete):
+        numbers = zip(space.nvec.flat, space.start.flat, strict=True)
+        space = Tuple([Discrete(n, start=start) for n, start in numbers])
+        env = gym.wrappers.TransformObservation(env, lambda obs: tuple(obs.flat), space)
+    rows = {obs: row for row, obs in enumerate(observations(space))}
+    if all(obs == row for obs, row in rows.items()):
+        return env
+    return gym.wrappers.TransformObservation(env, rows.__getitem__, Discrete(len(rows)))
 
 
-def play_episodes(
-    q: Table, env: gym.Env, epsilon: float, episodes: int, seed: int, video: Path | None = None
+def make_envs(args: Args, num_envs: int, render: bool = False) -> gym.vector.SyncVectorEnv:
+    """num_envs copies of the environment, each reset in the step that ends its episode."""
+    names = ("map_name", "is_slippery", "sab", "natural", "max_episode_steps")
+    kwargs = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    kwargs |= {"render_mode": "rgb_array"} if render else {}
+
+    def make_env() -> gym.Env:
+        env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
+        return number_states(env if env.spec.max_episode_steps else gym.wrappers.TimeLimit(env, 1000))
+
+    return gym.vector.SyncVectorEnv([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+
+
+def make_agent(args: Args, envs: gym.vector.VectorEnv) -> Table:
+    """A new table for these environments."""
+    spaces = envs.single_observation_space, envs.single_action_space
+    if not all(isinstance(space, Discrete) for space in spaces):
+        error(f"this needs observations and actions that can be counted; {args.env_id} has {spaces}")
+    return Table(*(int(space.n) for space in spaces), args.initial_value)
+
+
+def make_policy(args: Args, table: Table, space: Discrete) -> Callable:
+    """A function from states (num_envs,) and a NumPy generator to actions (num_envs,)."""
+    epsilon = 0.0 if args.greedy else args.end_e
+
+    def act(states: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return space.start + np.array([epsilon_greedy(table.q[state], epsilon, rng) for state in states])
+
+    return act
+
+
+def draw_table(table: Table, env: gym.Env, path: Path) -> None:
+    """A picture of a map or of Blackjack: in each state that was seen the best actions and their value."""
+    from matplotlib.figure import Figure
+
+    q, tried, states = np.array(table.q), np.array(table.visits).any(1), np.arange(len(table.q))
+    name, unseen, style = env.spec.name, np.full(len(q), ""), {"xticks": [], "yticks": []}
+    if name.startswith("FrozenLake"):
+        symbols, unseen = "←↓→↑", env.unwrapped.desc.astype(str).ravel()  # H: hole, G: goal
+        grid = states.reshape(env.unwrapped.desc.shape)
+    elif name.startswith("CliffWalking"):
+        symbols, grid = "↑→↓←", states.reshape(env.unwrapped.shape)
+    elif name == "Blackjack":
+        symbols, grid = "SH", np.hstack(np.moveaxis(states.reshape(32, 11, 2)[21:3:-1], 2, 0))  # card 0: gap
+        style = {"title": "S: stick, H: hit. Left: no usable ace; right: one", "xlabel": "dealer's card"}
+        style |= {"xticks": range(22), "xticklabels": ["", "ace", *range(2, 11)] * 2}
+        style |= {"ylabel": "player's sum", "yticks": range(18), "yticklabels": range(21, 3, -1)}
+    else:
+        return
+    axes = Figure(0.7 * np.array(grid.T.shape)).add_subplot(facecolor="lightgrey", **style)
+    axes.imshow(np.where(tried, q.max(1), np.nan)[grid], "summer_r")
+    for (y, x), state in np.ndenumerate(grid):
+        best = "".join(c for c, value in zip(symbols, q[state], strict=True) if value == q[state].max())
+        text = f"{best}\n{q[state].max():z.2f}" if tried[state] else unseen[state]
+        axes.text(x, y, text, ha="center", va="center")
+    axes.figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def train(args: Args) -> None:
+    """Train one table; all that it leaves behind is in its run folder."""
+    prepare(args)
+    envs = make_envs(args, 1)
+    table = make_agent(args, envs)
+    run = Run(args, log_interval=10_000, agent=table)
+
+    # Step by step, the one environment alone is several times as fast as a vector of it.
+    env, start = envs.envs[0], int(envs.single_action_space.start)
+    while not run.over:
+        if run.fresh:
+            state, _ = env.reset(seed=run.seed(0))
+            rng = random.Random(run.seed(1))
+            episode_return, episode_length = 0.0, 0
+
+        # Collect and update, a step at a time; 250 of them are an iteration.
+        updates, episodes = [], []
+        for step in range(run.global_step, min(run.global_step + 250, args.total_timesteps)):
+            values, visits = table.q[state], table.visits[state]
+            epsilon = exploration(step, args)
+            action = epsilon_greedy(values, epsilon, rng)
+            state, reward, terminated, truncated, _ = env.step(action + start)
+            reward = float(reward)
+            visits[action] += 1
+            alpha = step_size(visits[action], args.alpha, args.alpha_decay)
+            prediction, target = values[action], q_target(reward, table.q[state], terminated, args.gamma)
+            values[action] = prediction + alpha * (target - prediction)
+            updates.append((alpha, prediction, target))
+            episode_return += reward
+            episode_length += 1
+            if terminated or truncated:
+                episodes.append((episode_return, episode_length))
+                state, _ = env.reset()
+                episode_return, episode_length = 0.0, 0
+
+        alphas, predictions, targets = np.array(updates).T
+        scalars = {
+            "losses/td_loss": np.square(targets - predictions),
+            "values/predictions": predictions,
+            "values/targets": targets,
+            "charts/learning_rate": alphas,
+            "charts/epsilon": epsilon,
+        }
+        run.end_iteration(len(updates), scalars, episodes)
+    draw_table(table, env, run.folder / "table.png")
+
+
+# ---- From here on, the text is the same in every script. ----
+
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from collections import defaultdict, deque
+from dataclasses import asdict, replace
+from typing import Any, NoReturn
+
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+
+
+def error(message: str) -> NoReturn:
+    """Refuse bad input: one line on standard error, exit status 2."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check(args: Args) -> None:
+    """Refuse numbers out of range, a device that is not there, and an environment that cannot be made."""
+    for name, value in vars(args).items():
+        low, high = RANGES.get(name, (sys.float_info.min, sys.float_info.max))
+        if type(value) in (int, float) and not low <= value <= high:
+            must = f"lie in [{low}, {high}]" if name in RANGES else "be above 0"
+            error(f"--{name.replace('_', '-')} must {must}, not {value}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        error("--device cuda: PyTorch sees no CUDA device here")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the error says what matters of them
+            envs = make_envs(args, 1, args.capture_video)
+            if args.capture_video:
+                envs.reset()
+                envs.envs[0].render()
+    except Exception as exception:  # of any kind: the environment is the user's choice
+        hint = "MUJOCO_GL=egl (Debian: apt install libegl1) or MUJOCO_GL=osmesa (apt install libosmesa6)"
+        hint = f". To render without a display, MuJoCo needs {hint}" if args.capture_video else ""
+        error(f"cannot make --env-id {args.env_id}: {exception}{hint}")
+
+
+def prepare(args: Args) -> torch.device:
+    """Seed PyTorch and set its number of threads; returns the device to train on."""
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.torch_threads)
+    return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def derive_seed(*entropy: int) -> int:
+    """A seed that is a function of the numbers given, and unrelated to that of any other numbers."""
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+
+
+def progress_bar(**options: Any) -> tqdm:
+    """A bar on a terminal; elsewhere a line a minute."""
+    if sys.stderr.isatty():
+        return tqdm(delay=2, unit="step", **options)
+    lines = {"bar_format": "{l_bar}{bar:10}{r_bar}\n", "mininterval": 60, "maxinterval": 60}
+    return tqdm(delay=60, unit="step", **lines, **options)
+
+
+def evaluate(
+    policy: Callable, envs: gym.vector.VectorEnv, episodes: int, seed: int, video: Path | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns and lengths, each (episodes,), of the epsilon-greedy policy; the first episode as an MP4."""
-    rng, start, scores, frames = random.Random(seed), int(env.action_space.start), [], None
+    """Returns and lengths, each (episodes,), of the policy; the first environment's first episode as an MP4.
+
+    Each environment plays a fixed share of the episodes, so that short ones are not over-counted.
+    """
+    num_envs, frames = envs.num_envs, None
+    rng = np.random.default_rng((seed, 1))  # of the seed alone it would draw what the first environment draws
+    remaining = episodes // num_envs + (np.arange(num_envs) < episodes % num_envs)
+    episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, int)
+    returns, lengths, bar = [], [], progress_bar(desc="evaluation", leave=False)
     if video:
         import imageio
 
         video.parent.mkdir(parents=True, exist_ok=True)
-        frames = imageio.get_writer(video, fps=env.metadata.get("render_fps", 30), macro_block_size=2)
-    for episode in range(episodes):
-        obs, _ = env.reset(seed=None if episode else seed)
-        episode_return, episode_length, done = 0.0, 0, False
-        while not done:
-            if frames and not frames.closed:
-                frames.append_data(env.render())
-            obs, reward, terminated, truncated, _ = env.step(epsilon_greedy(q[obs], epsilon, rng) + start)
-            episode_return += float(reward)
-            episode_length += 1
-            done = terminated or truncated
-        scores.append((episode_return, episode_length))
-        if frames:
+        frames = imageio.get_writer(video, fps=envs.metadata.get("render_fps", 30), macro_block_size=2)
+    obs, _ = envs.reset(seed=seed)
+    while remaining.any():
+        if frames and not frames.closed:
+            frames.append_data(envs.envs[0].render())
+        obs, rewards, terminated, truncated, _ = envs.step(policy(obs, rng))
+        episode_return += rewards
+        episode_length += 1
+        done = terminated | truncated
+        counted = done & (remaining > 0)
+        returns += episode_return[counted].tolist()
+        lengths += episode_length[counted].tolist()
+        remaining = remaining - counted
+        episode_return[done], episode_length[done] = 0, 0
+        if frames and done[0]:
             frames.close()
-    returns, lengths = np.array(scores).T
-    return returns, lengths.astype(int)
+        bar.set_postfix_str(f"{len(returns)} of {episodes} episodes", refresh=False)
+        bar.update(num_envs)
+    bar.close()
+    return np.array(returns), np.array(lengths)
 
 
 def spread(returns: np.ndarray) -> tuple[float, float, float]:
@@ -271,301 +412,268 @@ def spread(returns: np.ndarray) -> tuple[float, float, float]:
     return returns.mean(), std, std / math.sqrt(len(returns))
 
 
-def draw_table(q: Table, visits: Table, env: gym.Env, path: Path) -> None:
-    """The table of a map or of Blackjack as a picture; what was never tried is grey."""
-    from matplotlib.figure import Figure
-
-    values, tried = np.array([*q.values()]), np.array([*visits.values()]).any(1)
-    name, figure = env.spec.name.removesuffix("8x8").removesuffix("Slippery"), Figure(layout="constrained")
-    if name in MOVES:
-        letters = getattr(env.unwrapped, "desc", np.full(getattr(env.unwrapped, "shape", ()), b" "))
-        best = np.where(tried, values.max(1), np.nan).reshape(letters.shape)
-        figure.set_size_inches(2 + letters.shape[1], letters.shape[0])
-        axes = figure.add_subplot(xticks=[], yticks=[], facecolor="lightgrey")
-        figure.colorbar(axes.imshow(best, "summer_r"), label="value of the best action (arrow)")
-        for action, (down, right) in enumerate(MOVES[name]):
-            y, x = np.nonzero((tried & (values[:, action] == values.max(1))).reshape(letters.shape))
-            style = {"angles": "xy", "units": "x", "scale_units": "x", "scale": 3, "width": 0.05}
-            axes.quiver(x, y + 0.1, np.full(len(x), right), np.full(len(x), down), **style)
-        for (y, x), value in np.ndenumerate(best):
-            text = {b"H": "hole", b"G": "goal"}.get(letters[y, x], "") if np.isnan(value) else f"{value:.2f}"
-            axes.text(x, y - 0.42, text, ha="center", va="top", fontsize="small")
-    elif name == "Blackjack":
-        figure.set_size_inches(10, 8)
-        gain = np.where(tried, values[:, 1] - values[:, 0], np.nan).reshape(32, 11, 2)[4:22, 1:]
-        axes = figure.subplots(1, 2)
-        for ace, title in enumerate(("no usable ace", "usable ace")):
-            style = {"cmap": "RdBu", "vmin": -1, "vmax": 1, "origin": "lower"}
-            image = axes[ace].imshow(gain[:, :, ace], **style)
-            axes[ace].set(title=title, xlabel="dealer's card", ylabel="player's sum", facecolor="lightgrey")
-            axes[ace].set_xticks(range(10), ["ace", *range(2, 11)])
-            axes[ace].set_yticks(range(18), range(4, 22))
-            for (y, x), difference in np.ndenumerate(gain[:, :, ace]):
-                letter = "" if np.isnan(difference) else "H" if difference > 0 else "S"
-                color = "white" if abs(difference) > 0.7 else "black"
-                axes[ace].text(x, y, letter, color=color, ha="center", va="center")
-        figure.colorbar(image, label="value of hitting (H) less value of sticking (S)", extend="both")
-    else:
-        return
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-
-
-def save_table(path: Path, facts: dict, **tables: Table) -> None:
-    """Write beside and move into place, so that a crash leaves the old file."""
-    with path.with_suffix(".tmp").open("wb") as file:
-        np.savez(file, facts=json.dumps(facts), **{k: np.array([*v.values()]) for k, v in tables.items()})
+def write(path: Path, content: bytes | dict) -> None:
+    """Write bytes, or a dict as torch.save does, beside the path and move them there, so whole or not."""
+    if isinstance(content, dict):
+        torch.save(content, buffer := io.BytesIO())  # writing itself, it would not say that a disk is full
+        content = buffer.getbuffer()
+    path.with_suffix(".tmp").write_bytes(content)
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def load_table(path: Path, *parts: str) -> dict:
-    """What `save_table` wrote, its arguments as Args. Refuses anything else; nothing in it is run as code."""
+def load(path: Path, args: Args | None = None, **parts: Any) -> dict:
+    """A saved state, its arguments as Args; given args for this run, each part takes in its state.
+
+    Refuses what is no such state or does not fit. Nothing in the file is run as code.
+    """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            state = dict(file)
-        state |= json.loads(str(state["facts"]))
+        state = torch.load(path, map_location="cpu", weights_only=True)
         if state["script"] != SCRIPT:
             error(f"{path} is of {state['script']}, not of {SCRIPT}")
-        return {part: state[part] for part in parts} | {"args": Args(**state["args"])}
+        state["args"] = Args(**state["args"])
     except FileNotFoundError:
         error(f"there is no {path}")
-    except Exception as exception:  # np.load raises many kinds
+    except Exception as exception:  # torch.load raises many kinds
         error(f"{path} is damaged or not a checkpoint: {str(exception).partition('. ')[0]}")
+    if args and args.env_id != state["args"].env_id:
+        error(f"{path} is of {state['args'].env_id}, not of --env-id {args.env_id}")
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except (KeyError, RuntimeError, ValueError):
+        saved = vars(state["args"]) | {"resume": args.resume, "evaluate": args.evaluate}
+        flags = [f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if v != saved[k]]
+        error(f"the weights in {path} ({name}) do not fit {' '.join(flags)}")
+    return state
 
 
-def describe_host() -> dict[str, str | None]:
-    """Versions, commit and hardware, for config.json."""
-    git = "git rev-parse --verify --quiet HEAD"  # through a shell, so that a machine without git is no error
-    commit = subprocess.run(
-        git, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True
-    )
-    return {name: importlib.metadata.version(name) for name in PACKAGES} | {
-        "python": platform.python_version(),
-        "git_commit": commit.stdout.strip() or None,
-        "cpu": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
-    }
+class Run:
+    """A training run: its folder and logs, its evaluations and checkpoints, and when it ends.
 
+    A run is a function of its arguments. At its start and after each checkpoint, `fresh` is true: every
+    generator is then seeded anew and the environments are reset, with seeds that follow from --seed and the
+    global step. So a checkpoint needs to hold no state of theirs, and a run that was killed and resumed ends
+    with the same bits as one that was not. Ctrl-C and SIGTERM make one checkpoint more.
 
-def open_folder(args: Args) -> tuple[Path, dict]:
-    """The run's folder, and the state to resume from; refuses what cannot be run."""
-    state = {}
-    if args.resume:
-        state = load_table(args.resume / "checkpoint.npz", "q", "visits", "recent", "global_step")
-        if state["args"].env_id != args.env_id:
-            error(f"{args.resume} is a run of {state['args'].env_id}, not of --env-id {args.env_id}")
-    check_ranges(args)
-    name = f"{args.env_id.replace('/', '-')}__{SCRIPT}__seed{args.seed}__{int(time.time())}"
-    run_dir = args.resume or args.run_dir or Path("runs") / name
-    if state and args.run_dir:
-        error("--run-dir has no meaning beside --resume, which goes on in the folder that it names")
-    if not state and run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        error(f"{run_dir} is taken; if it is a run, this goes on with it: --resume {run_dir}")
-    return run_dir, state
-
-
-class TableLog:
-    """TensorBoard, W&B, evaluations.csv, config.json and the progress bar of one run.
-
-    What an earlier process logged after global_step, from where the run is resumed, is dropped.
+    parts: what training changes, each with state_dict and load_state_dict. `agent` is what make_policy takes
+    and model.pt holds. Of `buffer`, a replay buffer, each checkpoint writes the new rows to another file.
     """
 
-    def __init__(self, args: Args, run_dir: Path, global_step: int):
-        config = json.dumps({"script": SCRIPT} | asdict(args) | describe_host(), indent=2, default=str)
-        (run_dir / "config.json").write_text(config + "\n")
-        path, rows = run_dir / "evaluations.csv", [("global_step", "episode", "return", "length")]
-        if path.exists():
-            rows += [row for row in list(csv.reader(path.open()))[1:] if int(row[0]) <= global_step]
-        with path.with_suffix(".tmp").open("w", newline="") as file:
-            csv.writer(file).writerows(rows)
-        os.replace(file.name, path)
-        self.csv_file = path.open("a", newline="", buffering=1)
-        # What torch.utils.tensorboard writes, too.
-        self.tensorboard, restart = EventFileWriter(str(run_dir)), SessionLog(status=SessionLog.START)
-        self.tensorboard.add_event(Event(wall_time=time.time(), step=global_step + 1, session_log=restart))
-        self.wandb = None
-        if args.track:
+    def __init__(self, args: Args, log_interval: int = 1, **parts: Any):
+        self.args, self.parts, self.log_interval = args, parts, log_interval
+        self.global_step, self.episodes, self.recent = 0, 0, deque(maxlen=100)
+        self.fresh, self.interrupts, self.pending, self.ended = True, [], [], []
+        self.num_streams, self.seconds, self.started = 0, 0.0, time.perf_counter()
+        name = f"{args.env_id.replace('/', '-')}__{SCRIPT}__seed{args.seed}__{int(time.time())}"
+        self.folder = args.resume or args.run_dir or Path("runs", name)
+        if args.resume and args.run_dir:
+            error("--run-dir has no meaning beside --resume, which goes on in the folder that it names")
+        if args.resume:
+            state = load(self.folder / "checkpoint.pt", args, **parts)
+            self.global_step, self.episodes = state["global_step"], state["episodes"]
+            self.recent.extend(state["recent"])
+        elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            error(f"{self.folder} is taken; if it is a run, this goes on with it: --resume {self.folder}")
+        self.over = self.progress >= 1
+        self.eval_envs = make_envs(args, min(args.eval_episodes, 10), args.capture_video)
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda number, _: self.interrupts.append(number))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for end, path in self.row_files().items():
+                if end <= state["buffer"]["added"]:
+                    parts["buffer"].write(torch.load(path)["rows"], end)
+                else:  # the run was killed before the checkpoint of these rows
+                    path.unlink()
+            if not args.resume:
+                self.save()
+            self.open_logs()
+        except OSError as exception:
+            error(f"cannot write the run folder: {exception}")
+
+    def open_logs(self) -> None:
+        """Begin to log, or go on: what an earlier process logged after the checkpoint is dropped."""
+        packages = sorted({"gymnasium", "mujoco", "ale_py", "numpy", "torch"} & sys.modules.keys())
+        git = f"git -C {shlex.quote(str(Path(__file__).resolve().parent))} rev-parse --verify --quiet HEAD"
+        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
+        config = {"script": SCRIPT} | asdict(self.args) | {"python": platform.python_version()}
+        config |= {name.replace("_", "-"): importlib.metadata.version(name) for name in packages}
+        config |= {"git_commit": commit or None, "cpu": f"{os.cpu_count()} x {platform.machine()}"}
+        config["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        write(self.folder / "config.json", json.dumps(config, indent=2, default=str).encode() + b"\n")
+        self.evaluations = self.folder / "evaluations.csv"
+        rows = self.evaluations.read_text().splitlines(True)[1:] if self.evaluations.exists() else []
+        rows = [row for row in rows if int(row.partition(",")[0]) <= self.global_step]
+        write(self.evaluations, "".join(["global_step,episode,return,length\n", *rows]).encode())
+        if self.args.track:
             import wandb
 
-            project = {"project": args.wandb_project, "entity": args.wandb_entity}
-            self.wandb = wandb.init(**project, id=run_dir.name, resume="allow", config=asdict(args))
-        self.tty, self.reported, self.status = sys.stderr.isatty(), time.monotonic(), {}
-        hide = 0 if self.tty else math.inf  # seconds
-        self.bar = tqdm(initial=global_step, total=args.total_timesteps, unit="step", delay=hide)
-        print(f"run folder: {run_dir}", flush=True)
+            account = {"project": self.args.wandb_project, "entity": self.args.wandb_entity}
+            wandb.init(**account, id=self.folder.name, resume="allow", config=config, sync_tensorboard=True)
+        threading.excepthook = lambda failure: None  # what TensorBoard's raises, its next call raises here
+        self.tensorboard = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        self.bar, self.shown = progress_bar(initial=self.global_step, total=self.args.total_timesteps), {}
+        print(f"run folder: {self.folder}", flush=True)
 
-    def scalars(self, values: dict[str, float], global_step: int) -> None:
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done."""
+        episodes = self.episodes / getattr(self.args, "total_episodes", math.inf)
+        return max(self.global_step / self.args.total_timesteps, episodes)
+
+    def seed(self, stream: int) -> int:
+        """The seed of a stream of random numbers from the global step on."""
+        self.num_streams = max(self.num_streams, stream + 1)
+        return derive_seed(self.args.seed, self.global_step, stream)
+
+    def end_iteration(self, steps: int, scalars: dict, episodes: list[tuple[float, int]]) -> None:
+        """Count and log an iteration; evaluate, record and save where that is due; end a run that is over.
+
+        steps: environment steps. scalars: numbers or tensors of any shape by their tags; logged is the mean
+        of each since the last log. episodes: (return, length) of those that ended.
+        """
+        self.seconds += time.perf_counter() - self.started
+        args, before, self.global_step = self.args, self.global_step, self.global_step + steps
+        self.episodes += len(episodes)
+        self.ended += episodes
+        self.pending.append((self.global_step, steps, scalars))
+        intervals = (self.log_interval, args.eval_interval or math.inf, args.checkpoint_interval)
+        log_due, eval_due, save_due = (self.global_step // n > before // n for n in intervals)
+        finished, mean_return = self.progress >= 1, -math.inf
+        try:
+            if log_due or eval_due or save_due or finished or self.interrupts:
+                self.log()
+            if eval_due or (finished and args.eval_interval):
+                mean_return = self.evaluate()
+            solved = args.stop_at_return is not None and mean_return >= args.stop_at_return
+            self.over = finished or solved or bool(self.interrupts)
+            self.fresh = save_due or self.over
+            if self.fresh:
+                self.tensorboard.flush()  # a run that resumes from here has logged what came before
+                self.save()
+        except OSError as exception:
+            self.fail(f"cannot write ({exception})", self.global_step)
+        if self.over:
+            self.bar.close()
+        if self.over and self.interrupts:
+            command = shlex.join(("python", sys.argv[0], "--resume", str(self.folder)))
+            print(f"saved at step {self.global_step}; to go on: {command}")
+            raise SystemExit(128 + self.interrupts[0])
+        self.started = time.perf_counter()
+
+    def log(self) -> None:
+        """Log what has come since the last time; a loss that is not finite ends the run."""
+        values = defaultdict(list)
+        for step, _, scalars in self.pending:
+            for tag, value in scalars.items():
+                values[tag].append(torch.as_tensor(value, dtype=torch.float64).flatten())
+                if tag.startswith("losses/") and not values[tag][-1].isfinite().all():
+                    self.fail(f"non-finite {tag}", step)
+        values = {tag: torch.cat(tensors) for tag, tensors in values.items()}
+        means = {tag: x.mean().item() for tag, x in values.items()}
+        if "values/targets" in values:  # 1: the predictions are perfect, 0: no better than a constant
+            targets, predictions = values["values/targets"], values["values/predictions"]
+            means["losses/explained_variance"] = 1 - ((targets - predictions).var() / targets.var()).item()
+        means["charts/SPS"] = sum(steps for _, steps, _ in self.pending) / self.seconds
+        if self.ended:
+            # Where parallel environments end few episodes, the latest of each.
+            latest = [*self.recent, *self.ended][-max(len(self.ended), getattr(self.args, "num_envs", 1)) :]
+            self.recent.extend(self.ended)
+            means["charts/episodic_return"], means["charts/episodic_length"] = np.mean(latest, axis=0)
+            means["charts/episodic_return_min"], means["charts/episodic_return_max"] = (
+                min(latest)[0],
+                max(latest)[0],
+            )
+            means["charts/return_mean_100"], _ = np.mean(self.recent, axis=0)
+        self.show(means)
+        self.pending, self.ended, self.seconds = [], [], 0.0
+
+    def show(self, scalars: dict[str, float]) -> None:
         """Log scalars by their tags; the bar shows the two that matter most."""
-        summary = {"value": [{"tag": tag, "simple_value": value} for tag, value in values.items()]}
-        self.tensorboard.add_event(Event(wall_time=time.time(), step=global_step, summary=summary))
-        if self.wandb:
-            self.wandb.log(values, step=global_step)
-        shown = {"charts/return_mean_100": "return", "eval/return_mean": "evaluation"}
-        self.status |= {shown[tag]: f"{value:.3f}" for tag, value in values.items() if tag in shown}
-        self.bar.set_postfix(self.status, refresh=False)
-        self.bar.update(min(global_step, self.bar.total) - self.bar.n)
-        if not self.tty and time.monotonic() > self.reported + 60:
-            self.reported = time.monotonic()
-            print(self.bar, flush=True)
+        for tag, value in scalars.items():
+            self.tensorboard.add_scalar(tag, value, self.global_step)
+        names = {"charts/return_mean_100": "return", "eval/return_mean": "evaluation"}
+        self.shown |= {names[tag]: f"{value:.5g}" for tag, value in scalars.items() if tag in names}
+        self.bar.set_postfix(self.shown, refresh=False)
+        self.bar.update(min(self.global_step, self.bar.total) - self.bar.n)
 
-    def evaluation(self, returns: np.ndarray, lengths: np.ndarray, global_step: int) -> float:
-        """Log an evaluation's returns and lengths, each (episodes,), and return the mean return."""
+    def evaluate(self) -> float:
+        """Evaluate the agent, log what it scores, and return the mean."""
+        args, step = self.args, self.global_step
+        video = Path("videos", self.folder.name, f"step_{step}.mp4") if args.capture_video else None
+        policy = make_policy(args, self.parts["agent"], self.eval_envs.single_action_space)
+        seed = derive_seed(args.seed, step, self.num_streams)  # of a stream that training does not use
+        returns, lengths = evaluate(policy, self.eval_envs, args.eval_episodes, seed, video)
         rows = enumerate(zip(returns, lengths, strict=True))
-        csv.writer(self.csv_file).writerows((global_step, i, *row) for i, row in rows)
+        with self.evaluations.open("a") as file:
+            file.writelines(f"{step},{i},{episode_return},{length}\n" for i, (episode_return, length) in rows)
         mean, _, stderr = spread(returns)
-        tags = {"eval/return_mean": mean, "eval/return_stderr": stderr, "eval/length_mean": lengths.mean()}
-        self.scalars(tags, global_step)
-        write = tqdm.write if self.tty else print
-        write(f"step {global_step}: evaluation return {mean:.4f} +- {stderr:.4f}")
+        self.show(
+            {"eval/return_mean": mean, "eval/return_stderr": stderr, "eval/length_mean": lengths.mean()}
+        )
+        say = tqdm.write if sys.stderr.isatty() else print  # tqdm's draws the bar anew below the line
+        say(f"step {step}: evaluation return {mean:.5g} +- {stderr:.3g}")
         return mean
 
-    def close(self) -> None:
-        """Write out what is buffered."""
+    def save(self) -> None:
+        """Write model.pt, the replay buffer's new rows and checkpoint.pt."""
+        settings = {k: v for k, v in asdict(self.args).items() if not isinstance(v, Path)}
+        state = {"script": SCRIPT, "args": settings, "global_step": self.global_step}
+        write(self.folder / "model.pt", state | {"agent": self.parts["agent"].state_dict()})
+        buffer, files = self.parts.get("buffer"), self.row_files()
+        if buffer and buffer.added > max(files, default=0):
+            rows = buffer.rows_since(max(files, default=0))
+            write(self.folder / f"rows_{buffer.added}.pt", {"rows": rows})
+        state |= {name: part.state_dict() for name, part in self.parts.items()}
+        state |= {"episodes": self.episodes, "recent": list(self.recent)}
+        write(self.folder / "checkpoint.pt", state)
+        for end, path in files.items():
+            if end <= buffer.added - buffer.capacity:  # its rows are overwritten
+                path.unlink()
+
+    def row_files(self) -> dict[int, Path]:
+        """Files of a replay buffer's rows in order, by the number of rows added up to the end of each."""
+        files = {int(path.stem.removeprefix("rows_")): path for path in self.folder.glob("rows_*.pt")}
+        return dict(sorted(files.items()))
+
+    def fail(self, what: str, step: int) -> NoReturn:
+        """End a run that cannot go on: one line, exit status 1."""
         self.bar.close()
-        self.csv_file.close()
-        self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish()
+        sys.exit(f"error: {what} at step {step}; the last checkpoint is {self.folder / 'checkpoint.pt'}")
 
 
-def train(args: Args) -> None:
-    """Train one table; all that it leaves behind is in its run folder."""
-    run_dir, state = open_folder(args)
-    eval_env, env = make_env(args, args.capture_video), make_env(args)
-    q, visits = make_tables(args, env, state)
-    start = int(env.action_space.start)
-    recent = deque(state.get("recent", []), maxlen=100)  # (return, length) of the latest training episodes
-    global_step = state.get("global_step", 0)
-
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as exception:
-        error(f"cannot make the run folder: {exception}")
-
-    def checkpoint() -> None:
-        settings = {k: v for k, v in asdict(args).items() if not isinstance(v, Path)}
-        facts = {"script": SCRIPT, "args": settings, "global_step": global_step}
-        save_table(run_dir / "model.npz", facts, q=q)
-        save_table(run_dir / "checkpoint.npz", facts | {"recent": list(recent)}, q=q, visits=visits)
-
-    interrupts = []
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda number, _: interrupts.append(number))
-    if not state:
-        checkpoint()
-    log = TableLog(args, run_dir, global_step)
-    intervals = (LOG_INTERVAL, args.eval_interval or args.total_timesteps, args.checkpoint_interval)
-    barrier, stop = True, False
-    while global_step < args.total_timesteps and not stop:
-        started, previous_step = time.perf_counter(), global_step
-        global_step = min(args.total_timesteps, *((previous_step // n + 1) * n for n in intervals))
-        if barrier:
-            obs, _ = env.reset(seed=derive_seed(args.seed, previous_step, 0))
-            rng = random.Random(derive_seed(args.seed, previous_step, 1))
-            episode_return, episode_length, barrier = 0.0, 0, False
-
-        # Collect and update, a step at a time.
-        updates, episodes = [], []
-        for step in range(previous_step, global_step):
-            values, counts = q[obs], visits[obs]
-            action = epsilon_greedy(values, exploration(step, args), rng)
-            obs, reward, terminated, truncated, _ = env.step(action + start)
-            reward = float(reward)
-            counts[action] += 1
-            alpha = step_size(counts[action], args.alpha, args.alpha_decay)
-            prediction, target = values[action], q_target(reward, q[obs], terminated, args.gamma)
-            values[action] = prediction + alpha * (target - prediction)
-            updates.append((alpha, prediction, target))
-            episode_return += reward
-            episode_length += 1
-            if terminated or truncated:
-                episodes.append((episode_return, episode_length))
-                obs, _ = env.reset()
-                episode_return, episode_length = 0.0, 0
-        alphas, predictions, targets = np.array(updates).T
-        td_loss = np.square(targets - predictions).mean()
-        if not np.isfinite(td_loss):
-            log.close()
-            last = f"the last checkpoint is {run_dir / 'checkpoint.npz'}"
-            sys.exit(f"error: non-finite value in the table before step {global_step}; {last}")
-
-        # Log.
-        scalars = {
-            "losses/td_loss": td_loss,
-            "values/predictions": predictions.mean(),
-            "values/targets": targets.mean(),
-            "charts/learning_rate": alphas.mean(),
-            "charts/epsilon": exploration(global_step, args),
-            "charts/SPS": len(updates) / (time.perf_counter() - started),
-        }
-        if episodes:
-            recent.extend(episodes)
-            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
-            scalars["charts/return_mean_100"] = np.mean(recent, axis=0)[0]
-        log.scalars(scalars, global_step)
-
-        # Evaluate.
-        finished = global_step >= args.total_timesteps
-        if args.eval_interval and (finished or global_step % args.eval_interval == 0):
-            video = Path("videos", run_dir.name, f"step_{global_step}.mp4") if args.capture_video else None
-            epsilon, seed = 0.0 if args.greedy else args.end_e, derive_seed(args.seed, global_step, 2)
-            returns, lengths = play_episodes(q, eval_env, epsilon, args.eval_episodes, seed, video)
-            eval_mean = log.evaluation(returns, lengths, global_step)
-            stop = args.stop_at_return is not None and eval_mean >= args.stop_at_return
-
-        # Checkpoint.
-        stop = stop or bool(interrupts)
-        if finished or stop or global_step % args.checkpoint_interval == 0:
-            log.tensorboard.flush()  # a run that resumes from here has logged what came before
-            checkpoint()
-            barrier = True
-    draw_table(q, visits, env, run_dir / "table.png")
-    log.close()
-    if interrupts:
-        command = shlex.join(("python", sys.argv[0], "--resume", str(run_dir)))
-        print(f"saved at step {global_step}; to go on: {command}")
-        raise SystemExit(128 + interrupts[0])
-
-
-def play_saved(args: Args, state: dict) -> None:
-    """Evaluate a saved table and print what it scored."""
-    if state["args"].env_id != args.env_id:
-        error(f"{args.evaluate} was trained on {state['args'].env_id}, not on --env-id {args.env_id}")
-    check_ranges(args)
-    run_dir = args.evaluate if args.evaluate.is_dir() else args.evaluate.parent
-    env = make_env(args, args.capture_video)
-    q, _ = make_tables(args, env, state)
-    epsilon, name = (0.0, "greedy.mp4") if args.greedy else (args.end_e, "sampled.mp4")
-    video = Path("videos", run_dir.resolve().name, name) if args.capture_video else None
-    returns, lengths = play_episodes(q, env, epsilon, args.eval_episodes, args.seed, video)
+def play(args: Args) -> None:
+    """Evaluate a saved policy and print what it scores."""
+    envs = make_envs(args, min(args.eval_episodes, 10), args.capture_video)
+    agent = make_agent(args, envs)
+    load(args.evaluate, args, agent=agent)
+    policy = make_policy(args, agent, envs.single_action_space)
+    video = Path(
+        "videos", args.evaluate.resolve().parent.name, "greedy.mp4" if args.greedy else "sampled.mp4"
+    )
+    video = video if args.capture_video else None
+    returns, lengths = evaluate(policy, envs, args.eval_episodes, args.seed, video)
     for i, (episode_return, length) in enumerate(zip(returns, lengths, strict=True)):
         print(f"episode {i}: return {episode_return:.2f}, length {length}")
-    print("mean {:.4f}, standard deviation {:.4f}, standard error {:.4f}".format(*spread(returns)))
+    print("mean {:.6g}, standard deviation {:.4g}, standard error {:.4g}".format(*spread(returns)))
 
 
-def parse_args(default: Args | None = None) -> Args:
-    """The command line as Args. What tyro has to say of a bad one it puts in a box; here it is one line."""
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output):
-            return tyro.cli(Args, default=default)
-    except SystemExit as stopped:
-        if stopped.code:
-            error(re.sub(r"[^ -~]+", " ", output.getvalue()))
-        raise
-
-
-def run() -> None:
-    args = parse_args()
+def main() -> None:
+    warnings.filterwarnings("ignore", ".*out of date", DeprecationWarning)  # MuJoCo's v4 is meant
+    args = tyro.cli(Args)
     if args.evaluate:
-        path = args.evaluate / "model.npz" if args.evaluate.is_dir() else args.evaluate
-        state = load_table(path, "q")
-        own = {name: getattr(Args, name) for name in ("seed", "eval_episodes", "greedy", "capture_video")}
-        play_saved(parse_args(replace(state["args"], evaluate=args.evaluate, **own)), state)
+        path = args.evaluate / "model.pt" if args.evaluate.is_dir() else args.evaluate
+        # How to play is not the training run's to say.
+        own = ("seed", "eval_episodes", "greedy", "capture_video", "device")
+        own = {name: getattr(Args, name) for name in own}
+        args = replace(tyro.cli(Args, default=replace(load(path)["args"], **own)), evaluate=path)
     elif args.resume:
-        state = load_table(args.resume / "checkpoint.npz")
-        train(parse_args(replace(state["args"], resume=args.resume)))
-    else:
-        train(args)
+        args = tyro.cli(
+            Args, default=replace(load(args.resume / "checkpoint.pt")["args"], resume=args.resume)
+        )
+    check(args)
+    play(args) if args.evaluate else train(args)
 
 
 if __name__ == "__main__":
-    run()
+    main()

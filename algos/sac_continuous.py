@@ -207,9 +207,11 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint holds of the buffer. Its rows are written apart, each only once."""
-        return {"added": self.added}
+        return {"added": self.added, "capacity": self.capacity}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["capacity"] != self.capacity:  # in a larger one, rows that are lost would count as there
+            raise ValueError
         self.added = state["added"]
 
 
@@ -438,6 +440,7 @@ import platform
 import shlex
 import signal
 import subprocess
+import threading
 import time
 import warnings
 from collections import defaultdict, deque
@@ -467,10 +470,11 @@ def check(args: Args) -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         error("--device cuda: PyTorch sees no CUDA device here")
     try:
-        envs = make_envs(args, 1, args.capture_video)
-        if args.capture_video:
-            envs.reset()
-            envs.envs[0].render()
+        with warnings.catch_warnings(action="ignore"):  # the error says what matters of them
+            envs = make_envs(args, 1, args.capture_video)
+            if args.capture_video:
+                envs.reset()
+                envs.envs[0].render()
     except Exception as exception:  # of any kind: the environment is the user's choice
         hint = "MUJOCO_GL=egl (Debian: apt install libegl1) or MUJOCO_GL=osmesa (apt install libosmesa6)"
         hint = f". To render without a display, MuJoCo needs {hint}" if args.capture_video else ""
@@ -639,6 +643,7 @@ class Run:
 
             account = {"project": self.args.wandb_project, "entity": self.args.wandb_entity}
             wandb.init(**account, id=self.folder.name, resume="allow", config=config, sync_tensorboard=True)
+        threading.excepthook = lambda failure: None  # what TensorBoard's raises, its next call raises here
         self.tensorboard = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         self.bar, self.shown = progress_bar(initial=self.global_step, total=self.args.total_timesteps), {}
         print(f"run folder: {self.folder}", flush=True)
@@ -739,7 +744,8 @@ class Run:
         self.show(
             {"eval/return_mean": mean, "eval/return_stderr": stderr, "eval/length_mean": lengths.mean()}
         )
-        tqdm.write(f"step {step}: evaluation return {mean:.5g} +- {stderr:.3g}")
+        say = tqdm.write if sys.stderr.isatty() else print  # tqdm's draws the bar anew below the line
+        say(f"step {step}: evaluation return {mean:.5g} +- {stderr:.3g}")
         return mean
 
     def save(self) -> None:

@@ -47,15 +47,15 @@ def play(reinforce: ModuleType, agent, envs, episodes: int, seed: int) -> list[t
     Each environment plays the same number of them, so that short ones are not over-counted.
     """
     space, rng = envs.single_action_space, np.random.default_rng((seed, 1))
-    policy = reinforce.make_categorical_policy(agent, space, greedy=False)
+    logits = reinforce.numpy_logits(agent)
     played = [[] for _ in range(envs.num_envs)]
     current = [[] for _ in range(envs.num_envs)]
     obs, _ = envs.reset(seed=seed)
     while min(map(len, played)) < episodes // envs.num_envs:
-        actions = policy(obs, rng)
-        next_obs, rewards, terminated, truncated, info = envs.step(actions)
+        actions = reinforce.sample_softmax(logits(obs), rng)
+        next_obs, rewards, terminated, truncated, info = envs.step(space.start + actions)
         for i, steps in enumerate(current):
-            steps.append((obs[i], actions[i] - space.start, rewards[i]))
+            steps.append((obs[i], actions[i], rewards[i]))
             if terminated[i] or truncated[i]:
                 columns = (np.stack(column) for column in zip(*steps, strict=True))
                 played[i].append((*columns, info["final_obs"][i], terminated[i]))
@@ -89,10 +89,11 @@ def main(args: Args) -> None:
     reinforce = load(SCRIPT)
     torch.set_num_threads(1)
     path = args.run / "model.pt" if args.run.is_dir() else args.run
-    state = reinforce.load(path, "agent")
+    state = reinforce.load(path)
     settings = state["args"]
-    envs = reinforce.make_gym_envs(settings.env_id, 10)
-    agent = reinforce.make_categorical_agent(settings, envs, state)
+    envs = reinforce.make_envs(settings, 10)
+    agent = reinforce.make_agent(settings, envs)
+    agent.load_state_dict(state["agent"])
     episodes = play(reinforce, agent, envs, args.episodes, args.seed)
     lengths = [len(rewards) for _, _, rewards, *_ in episodes]
     print(f"{settings.env_id}, {len(episodes)} episodes of {np.mean(lengths):.0f} steps in the mean\n")

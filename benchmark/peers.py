@@ -3,8 +3,8 @@
     python benchmark/peers.py --algorithm ppo --env-id HalfCheetah-v4 --seed 1 --greedy
     python benchmark/peers.py --algorithm a2c --env-id PongNoFrameskip-v4 --zoo --total-timesteps 10000000
 
-Environments, evaluation (its seeds too) and log are the very functions of algos/ppo_continuous.py, for Atari
-those of algos/a2c_atari.py. What learns is Stable-Baselines3, with
+Environments, evaluation (its seeds too) and run folder are those of algos/ppo_continuous.py itself, for Atari
+of algos/a2c_atari.py. What learns is Stable-Baselines3, with
 
     its own defaults    unlike the scripts it normalises neither observations nor rewards and keeps its step
                         size; PPO has 64-64 networks and log standard deviations that start at 0;
@@ -14,22 +14,29 @@ those of algos/a2c_atari.py. What learns is Stable-Baselines3, with
                         sizes, and for PPO VecNormalize, which does nearly what ppo_continuous.py does.
 
 Atari: 16 games for PPO and A2C; as in the scripts a lost life ends an episode for the learner alone, which
-sees the signs of the rewards. DQN is evaluated greedily, whatever --greedy says. A run cannot be resumed.
+sees the signs of the rewards. DQN is evaluated greedily, whatever --greedy says. A run is not saved, and
+cannot be resumed.
 """
 
+import importlib.metadata
 import importlib.util
+import json
+import math
+import signal
 import sys
 import time
-from collections import deque
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import ale_py
 import gymnasium as gym
 import numpy as np
 import torch
+import tyro
 from stable_baselines3 import A2C, DQN, PPO, SAC
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
@@ -71,7 +78,13 @@ class Args:
     """the RL Zoo's tuned settings instead of Stable-Baselines3's defaults"""
     same_settings: bool = False
     """the script's settings instead of Stable-Baselines3's defaults"""
-    track: ClassVar[bool] = False  # no Weights & Biases here
+    # What a script has beside these.
+    device: ClassVar[str] = "cpu"
+    checkpoint_interval: ClassVar[float] = math.inf
+    stop_at_return: ClassVar[None] = None
+    capture_video: ClassVar[bool] = False
+    track: ClassVar[bool] = False
+    resume: ClassVar[None] = None
 
 
 def load_script(name: str) -> ModuleType:
@@ -165,40 +178,30 @@ class Environments(VecEnv):
 
 
 class Watch(BaseCallback):
-    """Logs, and evaluates where the scripts do: after the update of the rollout that passes an interval."""
+    """Ends an iteration of the run where there is something to log, and where the scripts evaluate.
 
-    def __init__(
-        self, script: ModuleType, args: Args, log: Any, envs: Environments, eval_envs: gym.vector.VectorEnv
-    ):
+    That is after the update of the rollout that passes an interval.
+    """
+
+    def __init__(self, run: "Run", envs: Environments):  # noqa: F821
         super().__init__()
-        self.script, self.args, self.log, self.envs, self.eval_envs = script, args, log, envs, eval_envs
-        self.logged, self.evaluated, self.count, self.recent = 0, 0, 0, deque(maxlen=100)
+        self.run, self.envs = run, envs
 
     def _on_training_start(self) -> None:
-        self.clock = time.perf_counter()
+        self.run.started = time.perf_counter()
 
     def _on_rollout_start(self) -> None:
-        step, interval = self.num_timesteps, self.args.eval_interval
-        if episodes := self.envs.episodes:
-            self.count += len(episodes)
-            self.recent.extend(episodes)
+        run, step, episodes = self.run, self.num_timesteps, self.envs.episodes
+        interval = run.args.eval_interval or math.inf
+        passed = step // interval > run.global_step // interval or step >= run.args.total_timesteps
+        if step > run.global_step and (episodes or passed):
             logged = {k.removeprefix("train/"): v for k, v in self.logger.name_to_value.items()}
-            values = {TAGS[k]: v for k, v in logged.items() if k in TAGS}
-            if "losses/entropy" in values:  # there a loss, the negative of the entropy
-                values["losses/entropy"] *= -1
-            values["charts/episodic_return"], values["charts/episodic_length"] = np.mean(episodes, axis=0)
-            values["charts/return_mean_100"], _ = np.mean(self.recent, axis=0)
-            values["charts/episodes"] = self.count
-            values["charts/SPS"] = (step - self.logged) / (time.perf_counter() - self.clock)
-            self.log.scalars(values, step)
+            scalars = {TAGS[k]: v for k, v in logged.items() if k in TAGS and math.isfinite(v)}
+            if "losses/entropy" in scalars:  # there a loss, the negative of the entropy
+                scalars["losses/entropy"] *= -1
+            scalars["charts/episodes"] = run.episodes + len(episodes)
+            run.end_iteration(step - run.global_step, scalars, list(episodes))
             episodes.clear()
-            self.logged, self.clock = step, time.perf_counter()
-        finished = step >= self.args.total_timesteps
-        if interval and step > self.evaluated and (step // interval > self.evaluated // interval or finished):
-            started = time.perf_counter()
-            self.log.evaluation(*self.evaluate(step), step)
-            self.evaluated = step
-            self.clock += time.perf_counter() - started
 
     def _on_step(self) -> bool:
         return True
@@ -206,17 +209,42 @@ class Watch(BaseCallback):
     def _on_training_end(self) -> None:
         self._on_rollout_start()
 
-    def evaluate(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns and lengths by the script's own function; training's random numbers stay as they are."""
-        normalize, seed = self.model.get_vec_normalize_env(), self.script.derive_seed(self.args.seed, step, 3)
 
-        def act(obs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-            obs = normalize.normalize_obs(obs) if normalize else obs
-            return self.model.policy.predict(obs, deterministic=self.args.greedy)[0]
+def make_policy(args: Args, model: BaseAlgorithm, space: gym.Space) -> Callable:
+    """What a script's make_policy returns, for a model."""
+    normalize = model.get_vec_normalize_env()
 
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return self.script.evaluate(act, self.eval_envs, self.args.eval_episodes, seed)
+    def act(obs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        obs = normalize.normalize_obs(obs) if normalize else obs
+        return model.policy.predict(obs, deterministic=args.greedy)[0]
+
+    return act
+
+
+def open_run(script: ModuleType, args: Args, model: BaseAlgorithm) -> "Run":  # noqa: F821
+    """A run of the script, in which the model is evaluated and nothing is saved."""
+
+    class Run(script.Run):
+        def open_logs(self) -> None:
+            super().open_logs()
+            config = json.loads((self.folder / "config.json").read_text())
+            config["stable-baselines3"] = importlib.metadata.version("stable-baselines3")
+            (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+        def evaluate(self) -> float:
+            self.num_streams = 3  # the evaluations' seeds are those of PPO
+            with torch.random.fork_rng(devices=[]):  # with which a model samples
+                torch.manual_seed(script.derive_seed(args.seed, self.global_step, 3))
+                return super().evaluate()
+
+        def save(self) -> None:
+            pass
+
+    script.make_policy = make_policy
+    run = Run(args, agent=model)
+    for signum, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        signal.signal(signum, handler)  # no checkpoint is made before the end
+    return run
 
 
 def train(args: Args) -> BaseAlgorithm:
@@ -225,37 +253,28 @@ def train(args: Args) -> BaseAlgorithm:
     spec = gym.registry.get(args.env_id)
     atari = spec is not None and str(spec.entry_point).startswith("ale_py")
     script = load_script("a2c_atari" if atari else "ppo_continuous")
-    script.SCRIPT, script.PACKAGES = f"sb3_{args.algorithm}", (*script.PACKAGES, "stable-baselines3")
-    script.check_ranges(args)
+    script.SCRIPT = f"sb3_{args.algorithm}"
+    script.check(args)
     arguments = settings(args, atari)
     if (args.zoo or args.same_settings) and (not arguments or args.zoo == args.same_settings):
         script.error(
             f"there are no such settings of {args.algorithm} for {args.env_id}; see benchmark/peers.py"
         )
-    name = f"{args.env_id.replace('/', '-')}__{script.SCRIPT}__seed{args.seed}__{int(time.time())}"
-    run_dir = args.run_dir or Path("runs") / name
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        script.error(f"{run_dir} is taken")
     torch.set_num_threads(args.torch_threads)
-    make_envs = script.make_atari_envs if atari else script.make_envs
     num_envs = 16 if atari and args.algorithm in ("ppo", "a2c") else 1
-    envs = Environments(make_envs(args.env_id, num_envs, **({"life_loss": True} if atari else {})), atari)
-    eval_envs = make_envs(args.env_id, min(args.eval_episodes, 10))
+    envs = script.make_envs(args, num_envs, **({"life_loss": True} if atari else {}))
+    envs = Environments(envs, atari)
     normalize = args.algorithm == "ppo" and (args.zoo or args.same_settings)
     env = VecNormalize(envs, gamma=arguments.get("gamma", 0.99)) if normalize else envs
     policy = "CnnPolicy" if atari else "MlpPolicy"
     try:
         model = ALGORITHMS[args.algorithm](policy, env, seed=args.seed, device="cpu", **arguments)
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except (AssertionError, ValueError, OSError, MemoryError) as exception:
-        script.error(f"{args.algorithm} on {args.env_id} in {run_dir}: {exception}")
-    log = script.RunLog(args, run_dir, 0)
-    model.learn(args.total_timesteps, callback=Watch(script, args, log, envs, eval_envs))
-    log.close()
+    except (AssertionError, ValueError, MemoryError) as exception:
+        script.error(f"{args.algorithm} on {args.env_id}: {exception}")
+    model.learn(args.total_timesteps, callback=Watch(open_run(script, args, model), envs))
     return model
 
 
 if __name__ == "__main__":
-    parser = load_script("ppo_continuous")
-    parser.Args = Args  # whose parse_args says in one line what is wrong with a command
-    train(parser.parse_args())
+    warnings.filterwarnings("ignore", ".*out of date", DeprecationWarning)  # MuJoCo's v4 is meant
+    train(tyro.cli(Args))

@@ -4,34 +4,38 @@
     python benchmark/speed.py --script a2c_atari                # about five minutes on two cores
     python benchmark/speed.py --script a2c_atari --device cuda  # the same where the networks run on a GPU
     python benchmark/speed.py --script qlearning_tabular        # a minute; it has no peer
+    python benchmark/speed.py --beside /tmp/before/algos        # against another copy of the scripts, too
 
 Each repetition starts every contender in turn as a process of its own, on the same number of threads with
 the same settings, so that a change of the machine's speed meets all of them; ratios are taken within a
 repetition. What a process measures first is warm-up (compilation, first allocations) and is not counted. Run
 it on an otherwise idle machine.
+
+The parts are the script's own functions, timed in every call that a run makes of them. Below a part stands
+what it cannot do without: MuJoCo's simulation, or its matrix products and convolutions, done again alone.
 """
 
-import importlib.util
+import functools
 import json
 import os
+import runpy
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
-
-# As a2c_atari.py has it, for its parts in this process; no child gets it.
-os.environ["GOMP_SPINCOUNT"] = "20000"
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ALGOS = Path(__file__).resolve().parents[1] / "algos"
 
@@ -40,122 +44,99 @@ ALGOS = Path(__file__).resolve().parents[1] / "algos"
 class Contest:
     """What is run, and against what."""
 
-    env_id: str
+    env_ids: tuple[str, ...]
     threads: int
     settings: dict[str, float]
     """flags of the script, with which the peer agrees"""
-    steps: int
-    """environment steps of one timed run"""
-    variants: dict[str, tuple[str, ...]]
-    """flags of each contender beside the script with its defaults"""
+    parts: dict[str, tuple[str, ...]]
+    """functions as seen from the script, by what they do; f(): what f returns; "- x": of the part above"""
+    variants: tuple[str, ...] = ("",)
+    """flags of each contender beside those"""
+    has_peer: bool = True
 
 
+ATARI = Contest(
+    env_ids=("PongNoFrameskip-v4",),
+    threads=2,
+    settings={"num_envs": 16, "num_steps": 5, "total_timesteps": 25_000},
+    parts={
+        "environments": ("AtariGames.step",),
+        "forward passes": ("AtariAgent.activations",),
+        "backward pass": ("torch.Tensor.backward",),
+        "clipping and RMSprop": ("nn.utils.clip_grad_norm_", "torch.optim.RMSprop.step"),
+    },
+    variants=("", "--bf16"),
+)
+MUJOCO = {"environment": ("gym.vector.SyncVectorEnv.step",), "- mj_step alone": ("gym.mujoco.mj_step",)}
 CONTESTS = {
     "ppo_continuous": Contest(
-        env_id="HalfCheetah-v4",
+        env_ids=("HalfCheetah-v4",),
         threads=1,
-        settings={
-            "num_envs": 1,
-            "num_steps": 2048,
-            "num_minibatches": 32,
-            "update_epochs": 10,
-            "hidden_size": 64,
+        settings={"num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "update_epochs": 10}
+        | {"hidden_size": 64, "total_timesteps": 9 * 2048},
+        parts=MUJOCO
+        | {
+            "policy": ("numpy_actor()",),
+            "gradient": ("ppo_gradient",),
+            "Adam": ("torch.optim.Adam.step",),
         },
-        steps=9 * 2048,
-        variants={"PlainRL": (), "PlainRL --compile": ("--compile",)},
+        variants=("", "--compile"),
     ),
-    "a2c_atari": Contest(
-        env_id="PongNoFrameskip-v4",
-        threads=2,
-        settings={"num_envs": 16, "num_steps": 5},
-        steps=25_000,
-        variants={"PlainRL": (), "PlainRL --bf16": ("--bf16",)},
+    "sac_continuous": Contest(
+        env_ids=("HalfCheetah-v4",),
+        threads=1,
+        settings={"num_envs": 1, "batch_size": 256, "hidden_size": 256}
+        | {"learning_starts": 1000, "total_timesteps": 6000},
+        parts=MUJOCO
+        | {
+            "replay buffer": ("ReplayBuffer.add", "ReplayBuffer.sample"),
+            "gradient of the critics": ("critic_gradient",),
+            "gradient of the policy": ("actor_gradient",),
+            "Adam": ("torch.optim.Adam.step",),
+        },
+        variants=("", "--compile", "--compile --bf16"),
     ),
-}
-CONTESTS["qcritic_atari"] = CONTESTS["a2c_atari"]  # its peer too
-# The scripts without a peer, what they are timed on, and with which settings.
-ALONE = {
-    "reinforce_cartpole": (("CartPole-v1",), {"total_episodes": 2000}),
-    "qlearning_tabular": (("FrozenLake-v1", "Blackjack-v1"), {"total_timesteps": 200_000}),
+    "a2c_atari": ATARI,
+    "qcritic_atari": ATARI,  # its peer too
+    "reinforce_cartpole": Contest(
+        env_ids=("CartPole-v1",),
+        threads=1,
+        settings={"total_episodes": 2000},
+        parts={
+            "environments": ("gym.vector.SyncVectorEnv.step",),
+            "policy": ("numpy_logits()",),
+            "backward pass and Adam": ("torch.Tensor.backward", "torch.optim.Adam.step"),
+        },
+        has_peer=False,
+    ),
+    "qlearning_tabular": Contest(
+        env_ids=("FrozenLake-v1", "Blackjack-v1"),
+        threads=1,
+        settings={"total_timesteps": 200_000},
+        parts={"environment": ("gym.wrappers.TimeLimit.step", "gym.wrappers.TimeLimit.reset")},
+        has_peer=False,
+    ),
 }
 
 
 @dataclass
 class Args:
-    script: Literal[*CONTESTS, *ALONE] = "ppo_continuous"
+    script: Literal[*CONTESTS] = "ppo_continuous"
     """script of algos/ that is timed"""
     device: Literal["cpu", "cuda"] = "cpu"
-    """where the networks of a script with a peer, and of the peer, run"""
+    """where the networks of the script, and of its peer, run"""
+    threads: int | None = None
+    """CPU threads of each contender (default: 2 for the Atari games, else 1)"""
     repetitions: int = 5
     """times that each contender is run"""
+    beside: Path | None = None
+    """folder with another copy of the script, one contender more"""
 
 
-def time_script(
-    name: str, env_id: str, threads: int, settings: dict[str, object], *flags: str
-) -> tuple[float, float]:
-    """Steps a second (median over what the run logged) and peak memory in MB of a script."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = settings | {"env_id": env_id, "eval_interval": 0, "checkpoint_interval": 1_000_000}
-        options = [f"--{k.replace('_', '-')}={v}" for k, v in settings.items()]
-        command = [sys.executable, str(ALGOS / f"{name}.py"), *options, *flags]
-        megabytes, _ = run([*command, f"--run-dir={folder}/run"], threads)
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = EventAccumulator(f"{folder}/run").Reload()
-        return statistics.median(scalar.value for scalar in events.Scalars("charts/SPS")[1:]), megabytes
-
-
-def time_peer(name: str, device: str) -> tuple[float, float]:
-    """The same of the script's peer."""
-    this = [sys.executable, str(Path(__file__).resolve()), "--peer", name, device]
-    megabytes, output = run(this, CONTESTS[name].threads)
-    return json.loads(output), megabytes
-
-
-def peer(name: str, device: str) -> None:
-    """Print the peer's steps a second, by a callback from one rollout's start to the next."""
-    import ale_py
-    from stable_baselines3 import A2C, PPO
-    from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_atari_env
-    from stable_baselines3.common.vec_env import VecFrameStack
-
-    class Clock(BaseCallback):
-        def _on_training_start(self) -> None:
-            self.starts: list[float] = []
-
-        def _on_rollout_start(self) -> None:
-            self.starts.append(time.perf_counter())
-
-        def _on_step(self) -> bool:
-            return True
-
-    gym.register_envs(ale_py)
-    contest = CONTESTS[name]
-    torch.set_num_threads(contest.threads)
-    settings, batch_size = contest.settings, contest.settings["num_steps"] * contest.settings["num_envs"]
-    if name == "ppo_continuous":
-        size = {
-            "batch_size": batch_size // settings["num_minibatches"],
-            "n_epochs": settings["update_epochs"],
-        }
-        model = PPO("MlpPolicy", contest.env_id, n_steps=settings["num_steps"], **size, device=device)
-    else:
-        # Of its two vector environments DummyVecEnv is the faster one on two cores.
-        envs = VecFrameStack(make_atari_env(contest.env_id, settings["num_envs"]), n_stack=4)
-        model = A2C(
-            "CnnPolicy", envs, n_steps=settings["num_steps"], vf_coef=0.25, ent_coef=0.01, device=device
-        )
-    clock, rollouts = Clock(), contest.steps // batch_size
-    model.learn((rollouts + 1) * batch_size, callback=clock)
-    times = np.diff(clock.starts)
-    print(batch_size / np.median(times[len(times) // 5 :]))
-
-
-def run(command: list[str], threads: int) -> tuple[float, str]:
-    """Peak memory in MB and last line of standard output of a command."""
+def run(threads: int, *command: str | Path) -> tuple[float, str]:
+    """Peak memory in MB and last line of standard output of a Python with these arguments."""
     environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-    del environment["GOMP_SPINCOUNT"]
+    command = [sys.executable, *map(str, command)]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True)
         output = process.stdout.read()
@@ -165,182 +146,201 @@ def run(command: list[str], threads: int) -> tuple[float, str]:
     return usage.ru_maxrss / 1024, output.splitlines()[-1]
 
 
-def microseconds(function: Callable[[], object], calls: int = 3000) -> float:
-    """Median time of one call, over ten blocks of calls."""
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        for _ in range(calls // 10):
-            function()
-        times.append((time.perf_counter() - start) / (calls // 10) * 1e6)
-    return statistics.median(times)
+def time_script(threads: int, script: Path, *flags: str) -> tuple[float, float]:
+    """Steps a second (median over what the run logged) and peak memory in MB of a script."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with tempfile.TemporaryDirectory() as folder:
+        megabytes, _ = run(threads, script, *flags, f"--run-dir={folder}/run")
+        events = EventAccumulator(f"{folder}/run").Reload()
+        return statistics.median(scalar.value for scalar in events.Scalars("charts/SPS")[1:]), megabytes
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ALGOS / f"{name}.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def time_peer(threads: int, *arguments: str) -> tuple[float, float]:
+    """The same of the script's peer."""
+    megabytes, output = run(threads, Path(__file__).resolve(), "--peer", *arguments)
+    return json.loads(output), megabytes
 
 
-def ppo_parts(name: str, contest: Contest) -> dict[str, float]:
-    """Microseconds for each environment step of the parts of the script, each alone, and of their floors."""
-    import mujoco
+def peer(name: str, device: str) -> None:
+    """Print the peer's steps a second: of blocks of 1,000 or more, after the first fifth, the median."""
+    import ale_py
+    from stable_baselines3 import A2C, PPO, SAC
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_atari_env
+    from stable_baselines3.common.vec_env import VecFrameStack
 
-    script = load(name)
-    args = script.Args(env_id=contest.env_id, **contest.settings)
-    envs = script.make_envs(contest.env_id, 1)
-    obs, _ = envs.reset(seed=0)
-    agent = script.make_agent(args, envs, None)
-    obs_dim, action_dim = obs.shape[1], envs.single_action_space.shape[0]
-    actions = np.random.default_rng(0).uniform(-1, 1, (1, action_dim))
-    mean = script.numpy_actor(agent)
-    model, data = envs.envs[0].unwrapped.model, envs.envs[0].unwrapped.data
-    frame_skip = envs.envs[0].unwrapped.frame_skip
+    class Clock(BaseCallback):
+        def _on_training_start(self) -> None:
+            self.starts: list[tuple[int, float]] = []
 
-    size = args.num_steps * args.num_envs // args.num_minibatches
-    scalars = [torch.randn(size) for _ in range(4)]
-    batch = script.Rollout(torch.randn(size, obs_dim), torch.randn(size, action_dim), *scalars)
-    parameters = list(agent.parameters())
-    flat = script.flatten_parameters(parameters)
-    optimizer = torch.optim.Adam([flat], eps=1e-5, fused=True)
-    torch._dynamo.config.trace_autograd_ops = True
-    compiled = torch.compile(script.ppo_gradient, fullgraph=True, options={"cpp_wrapper": True})
+        def _on_rollout_start(self) -> None:
+            if not self.starts or self.num_timesteps >= self.starts[-1][0] + 1000:
+                self.starts.append((self.num_timesteps, time.perf_counter()))
 
-    def update(gradient: Callable) -> None:
-        flat.grad, *_ = gradient(agent, parameters, batch, args)
-        optimizer.step()
+        def _on_step(self) -> bool:
+            return True
 
-    # The matrix products of one minibatch: of each layer the output, the gradient of its weights and of its
-    # input.
-    layers = [layer.weight.detach() for net in (agent.actor, agent.critic) for layer in net.children()]
-    inputs = [torch.randn(size, weight.shape[1]) for weight in layers]
-    outputs = [torch.randn(size, weight.shape[0]) for weight in layers]
-
-    def products() -> None:
-        for weight, x, y in zip(layers, inputs, outputs, strict=True):
-            torch.mm(x, weight.T)
-            torch.mm(y.T, x)
-            if weight.shape[1] != obs_dim:
-                torch.mm(y, weight)
-
-    for warm_up in (lambda: update(script.ppo_gradient), lambda: update(compiled)):
-        warm_up()
-    minibatches_per_step = args.update_epochs / size
-    return {
-        "environment": microseconds(lambda: envs.step(actions)),
-        "environment, floor: mj_step alone": microseconds(
-            lambda: mujoco.mj_step(model, data, nstep=frame_skip)
-        ),
-        "policy": microseconds(lambda: mean(obs)),
-        "update": microseconds(lambda: update(script.ppo_gradient), 300) * minibatches_per_step,
-        "update, --compile": microseconds(lambda: update(compiled), 300) * minibatches_per_step,
-        "update, floor: its matrix products": microseconds(products, 300) * minibatches_per_step,
-    }
+    gym.register_envs(ale_py)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    contest = CONTESTS[name]
+    settings, env_id = contest.settings, contest.env_ids[0]
+    if name == "ppo_continuous":
+        size = settings["num_steps"] * settings["num_envs"] // settings["num_minibatches"]
+        size = {"batch_size": size, "n_epochs": settings["update_epochs"], "n_steps": settings["num_steps"]}
+        model = PPO("MlpPolicy", env_id, **size, device=device)
+    elif name == "sac_continuous":
+        size = {"net_arch": [settings["hidden_size"]] * 2}
+        size = {"batch_size": settings["batch_size"], "policy_kwargs": size}
+        model = SAC("MlpPolicy", env_id, learning_starts=settings["learning_starts"], **size, device=device)
+    else:
+        # Of its two vector environments DummyVecEnv is the faster one on two cores.
+        envs = VecFrameStack(make_atari_env(env_id, settings["num_envs"]), n_stack=4)
+        coefficients = {"vf_coef": 0.25, "ent_coef": 0.01}
+        model = A2C("CnnPolicy", envs, n_steps=settings["num_steps"], **coefficients, device=device)
+    clock = Clock()
+    model.learn(settings["total_timesteps"] + 1000, callback=clock)
+    steps, seconds = np.diff(clock.starts, axis=0).T
+    print(np.median((steps / seconds)[len(steps) // 5 :]))
 
 
-def atari_parts(name: str, contest: Contest) -> dict[str, float]:
-    """Microseconds for each environment step of the parts of the script, each alone."""
-    script = load(name)
-    compute_loss = getattr(script, f"{name.removesuffix('_atari')}_loss")
-    args = script.Args(env_id=contest.env_id, **contest.settings)
-    batch_size, rng = args.num_steps * args.num_envs, np.random.default_rng(0)
-    envs = script.make_atari_envs(args.env_id, args.num_envs, life_loss=True)
-    obs = torch.from_numpy(envs.reset(seed=0)[0])
-    agent = script.make_atari_agent(args, envs, None)
-    optimizer = torch.optim.RMSprop(agent.parameters())
-    actions, returns = torch.zeros(batch_size, dtype=torch.int64), torch.zeros(batch_size)
+class Products(TorchDispatchMode):
+    """Writes down the matrix products and convolutions that PyTorch makes, with their arguments."""
 
-    script.keep_freed_memory()
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None):
+        if function.__name__.split(".")[0] in ("mm", "addmm", "convolution", "convolution_backward"):
+            self.calls.append((function, args))
+        return function(*args, **(kwargs or {}))
 
     @torch.no_grad()
-    def forward() -> list[list[torch.Tensor]]:
-        return [agent.activations(obs) for _ in range(args.num_steps)]
-
-    def update() -> None:
-        activations = [torch.cat(steps) for steps in zip(*forward(), strict=True)]
-        features = activations[-1].requires_grad_()
-        logits, values = agent.heads(features)
-        loss, *_ = compute_loss(logits, values.squeeze(-1), actions, returns, args)
-        optimizer.zero_grad()
-        loss.backward()
-        agent.backward(activations, features.grad)
-        torch.nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-        optimizer.step()
-
-    def bootstrap() -> None:
-        with torch.no_grad():
-            agent(obs)
-
-    parts = {
-        "environments": microseconds(lambda: envs.step(rng.integers(6, size=args.num_envs)), 500)
-        / args.num_envs
-    }
-    for agent.bf16, name in ((False, ""), (True, ", --bf16")):
-        parts[f"forward passes and update{name}"] = microseconds(update, 50) / batch_size
-        parts[f"of which forward passes{name}"] = microseconds(forward, 50) / batch_size
-        parts[f"bootstrap{name}"] = microseconds(bootstrap, 50) / batch_size
-    return parts
-
-
-def alone(name: str, repetitions: int, steps: int = 200_000) -> None:
-    """Print how fast a script without a peer is, and which share of that its environment takes alone."""
-    (env_ids, settings), rows = ALONE[name], []
-    for env_id in env_ids:
-        runs = []
-        for _ in range(repetitions):
-            speed, _ = time_script(name, env_id, 1, settings)
-            env, rng = gym.make(env_id), np.random.default_rng(0)
-            actions = rng.integers(env.action_space.n, size=steps).tolist()
-            env.reset(seed=0)
+    def seconds(self, repetitions: int = 100) -> float:
+        """Median time of doing them again."""
+        times = []
+        for _ in range(repetitions if self.calls else 0):
             started = time.perf_counter()
-            for action in actions:
-                *_, terminated, truncated, _ = env.step(action)
-                if terminated or truncated:
-                    env.reset()
-            runs.append((speed, speed * (time.perf_counter() - started) / steps))
-        speed, share = (statistics.median(column) for column in zip(*runs, strict=True))
-        rows.append(f"| {env_id} | {speed:,.0f} | {share:.0%} |")
-    print("| | steps/s | of which the environment |\n|---|---|---|", *rows, sep="\n")
+            for function, args in self.calls:
+                function(*args)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times or [0])
 
 
-def main(args: Args) -> None:
-    if args.script in ALONE:
-        return alone(args.script, args.repetitions)
-    contest, parts = CONTESTS[args.script], ppo_parts if args.script == "ppo_continuous" else atari_parts
-    settings = {"torch_threads": contest.threads, "total_timesteps": contest.steps, "device": args.device}
-    results = {name: [] for name in (*contest.variants, "Stable-Baselines3")}
+def time_parts(name: str, script: str, *flags: str) -> None:
+    """Run a script as its command does; print the microseconds of each part for each step, as JSON."""
+    import mujoco
+
+    gym.mujoco = mujoco  # where the paths find it
+    seconds, calls, products, marks = defaultdict(float), Counter(), {}, []
+
+    def timed(path: str, function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            if path not in products and "--compile" not in flags:  # it is still warm-up
+                with products.setdefault(path, Products()):
+                    return function(*args, **kwargs)
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            seconds[path] += time.perf_counter() - started
+            calls[path] += 1
+            return result
+
+        call.path, call.function = path, function
+        return call
+
+    def wrap(module: ModuleType, path: str) -> None:
+        *names, name = path.removesuffix("()").split(".")
+        owner = functools.reduce(getattr, names, module)
+        function = getattr(owner, name)
+        make = lambda *args: timed(path, function(*args))  # noqa: E731
+        setattr(owner, name, make if path.endswith("()") else timed(path, function))
+
+    def parse(*args, **kwargs):
+        """In place of tyro.cli, which is what a script calls first."""
+        module = sys.modules["__main__"]
+        for paths in CONTESTS[name].parts.values():
+            for path in paths:
+                wrap(module, path)
+        end, compile_function = module.Run.end_iteration, torch.compile
+
+        def end_iteration(run: Any, steps: int, *args) -> None:
+            """Time counts from here to here, after a fifth of the run."""
+            marks[1:] = [(run.global_step + steps, time.perf_counter())]
+            if len(marks) == 1:
+                seconds.clear()
+                calls.clear()
+                if run.progress < 0.2:
+                    marks.clear()
+            end(run, steps, *args)
+
+        module.Run.end_iteration = end_iteration
+        torch.compile = lambda f, **options: timed(f.path, compile_function(f.function, **options))
+        tyro.cli = cli
+        return cli(*args, **kwargs)
+
+    cli, tyro.cli, sys.argv = tyro.cli, parse, [script, *flags]
+    runpy.run_path(script, run_name="__main__")
+    steps, whole = np.diff(marks, axis=0)[0]
+    times, rest = {}, whole
+    for part, paths in CONTESTS[name].parts.items():
+        times[part] = sum(seconds[path] for path in paths)
+        rest -= 0 if part.startswith("-") else times[part]
+        if alone := sum(products[path].seconds() * calls[path] for path in paths if path in products):
+            times[f"- products alone, {part}"] = alone
+    times |= {"everything else": rest, "whole loop": whole}
+    print(json.dumps({part: time / steps * 1e6 for part, time in times.items()}))
+
+
+def compare(args: Args, contest: Contest, env_id: str) -> None:
+    """Print the two tables of a script on one environment."""
+    threads = args.threads or contest.threads
+    settings = contest.settings | {"env_id": env_id, "eval_interval": 0, "checkpoint_interval": 1_000_000}
+    settings |= {"device": args.device} if contest.has_peer else {}
+    settings |= {"torch_threads": threads} if threads > 1 else {}
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in settings.items()]
+    script = ALGOS / f"{args.script}.py"
+    contenders = {}
+    for variant in contest.variants:
+        copies = {"PlainRL": script} | ({str(args.beside): args.beside / script.name} if args.beside else {})
+        for copy, path in copies.items():
+            command = (path.resolve(), *flags, *variant.split())
+            contenders[f"{copy} {variant}".strip()] = functools.partial(time_script, threads, *command)
+    if contest.has_peer:
+        contenders["Stable-Baselines3"] = functools.partial(time_peer, threads, args.script, args.device)
+    results = {name: [] for name in contenders}
     for _ in range(args.repetitions):
-        for name, flags in contest.variants.items():
-            options = contest.settings | settings
-            timed = time_script(args.script, contest.env_id, contest.threads, options, *flags)
-            results[name].append(timed)
-        results["Stable-Baselines3"].append(time_peer(args.script, args.device))
-    print(
-        f"{args.script}, {contest.env_id}, {contest.threads} thread(s), {args.device}, {contest.settings}\n"
-    )
-    print("| | steps/s | times Stable-Baselines3 (min to max) | peak memory |\n|---|---|---|---|")
+        for name, contender in contenders.items():
+            results[name].append(contender())
+    *_, reference = results
+    print(f"\n{args.script}, {env_id}, {threads} thread(s), {args.device}, {contest.settings}\n")
+    print(f"| | steps/s | times {reference} (min to max) | peak memory |\n|---|---|---|---|")
     for name, runs in results.items():
-        ratios = [
-            speed / other for (speed, _), (other, _) in zip(runs, results["Stable-Baselines3"], strict=True)
-        ]
+        ratios = [speed / other for (speed, _), (other, _) in zip(runs, results[reference], strict=True)]
         speed, memory = (statistics.median(column) for column in zip(*runs, strict=True))
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"| {name} | {speed:,.0f} | {spread} | {memory:.0f} MB |")
-    if args.device == "cuda":  # the parts are timed on the CPU
+    if args.device == "cuda":  # whose time is not that of the calls
         return
-    torch.set_num_threads(contest.threads)
-    print("\n| part, alone | us for each step | steps/s |\n|---|---|---|")
-    loops = {
-        f"whole loop, {name}": 1e6 / statistics.median(speed for speed, _ in results[name])
-        for name in contest.variants
-    }
-    for part, time_per_step in (parts(args.script, contest) | loops).items():
-        print(f"| {part} | {time_per_step:.1f} | {1e6 / time_per_step:,.0f} |")
+    parts = {}
+    for variant in contest.variants:
+        command = (Path(__file__).resolve(), "--parts", args.script, script, *flags, *variant.split())
+        parts[f"PlainRL {variant}".strip()] = json.loads(run(threads, *command)[1])
+    print("\n| us for each step |", " | ".join(parts), "|\n|---|" + "---|" * len(parts))
+    for part in dict.fromkeys(part for times in parts.values() for part in times):
+        cells = (
+            f"{times[part]:.1f} ({times[part] / times['whole loop']:.0%})" if part in times else ""
+            for times in parts.values()
+        )
+        print(f"| {part} |", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--peer"]:
         peer(*sys.argv[2:])
+    elif sys.argv[1:2] == ["--parts"]:
+        time_parts(*sys.argv[2:])
     else:
-        main(tyro.cli(Args))
+        args = tyro.cli(Args, description=__doc__)
+        for env_id in CONTESTS[args.script].env_ids:
+            compare(args, CONTESTS[args.script], env_id)

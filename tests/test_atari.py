@@ -1,5 +1,6 @@
 """A2C and the Q critic on Atari games: what the two scripts share, then what each has of its own."""
 
+import itertools
 import math
 import re
 import shutil
@@ -183,7 +184,7 @@ def test_a_reset_leaves_nothing_of_what_was_before(atari, env_id):
         frames += [envs.step(rng.integers(6, size=2))[0] for _ in range(60)]
         return np.stack(frames)
 
-    envs, others = (atari.make_atari_envs(env_id, 2) for _ in range(2))
+    envs, others = (atari.make_envs(atari.Args(env_id=env_id), 2) for _ in range(2))
     first = play(envs, 2**32 - 1)
     play(envs, 5)
     np.testing.assert_array_equal(first, play(envs, 2**32 - 1))
@@ -215,7 +216,7 @@ def test_every_transition_is_learned_from_once(atari, train, monkeypatch):
     monkeypatch.setattr(atari, name, record(getattr(atari, name), losses))
     settings = {"env_id": "PlainRL/SpaceInvaders-v0", "eval_interval": 0, "gamma": 0.9}
     train(**settings, total_timesteps=720, checkpoint_interval=10_000)
-    history = histories[1]  # of the training games; the first are for evaluation
+    history = histories[0]  # of the training games; the others are for evaluation
     actions, obs, rewards, terminated, truncated, infos = (list(x) for x in zip(*history[1:], strict=True))
     observations = [history[0][1], *obs]
     assert len(actions) == 720 / 3
@@ -272,7 +273,7 @@ def test_reported_scores_are_those_of_the_games(atari, train, monkeypatch):
     for i in range(2):
         console.reset_game()
         score, length, lives = 0, 0, []
-        for step, (actions, *_) in enumerate(histories[1][1:]):
+        for step, (actions, *_) in enumerate(histories[0][1:]):
             score += sum(console.act(console.getMinimalActionSet()[actions[i]]) for _ in range(4))
             lives.append(console.lives())
             length += 1
@@ -283,7 +284,7 @@ def test_reported_scores_are_those_of_the_games(atari, train, monkeypatch):
                 score, length, lives = 0, 0, []
     assert len(scores) >= 4
     assert any(score for _, _, score, _ in scores)
-    assert checkpoint["recent"] == [[score, length] for _, _, score, length in sorted(scores)]
+    assert checkpoint["recent"] == [(score, length) for _, _, score, length in sorted(scores)]
 
 
 class Lamp(gym.vector.VectorEnv):
@@ -317,7 +318,7 @@ class Lamp(gym.vector.VectorEnv):
 
 def test_learns_what_chance_does_not_reach(atari, train, monkeypatch):
     """Chance is right in 2.5 of 10; after 300 updates the sampled policy is in 9."""
-    monkeypatch.setattr(atari, "make_atari_envs", lambda env_id, num_envs, *_, **__: Lamp(num_envs))
+    monkeypatch.setattr(atari, "make_envs", lambda args, num_envs, *_, **__: Lamp(num_envs))
     settings = {"num_envs": 8, "total_timesteps": 300 * 40, "checkpoint_interval": 100_000}
     checkpoint = train(**settings, eval_interval=0, learning_rate=3e-4)
     assert np.mean(checkpoint["recent"], axis=0)[0] > 9
@@ -354,13 +355,15 @@ def test_run_folder(atari, train):
     assert names == ["checkpoint.pt", "config.json", "evaluations.csv", "events.out.tfevents", "model.pt"]
     logged = scalars(Path("run"))
     own = {"values/q_mean", "values/q_spread", "values/state_values", "values/q_gap"}
-    assert logged.keys() == TAGS | (own if atari.ACTION_VALUES else set())
-    assert [step for step, _ in logged["losses/total"]] == [120, 240, 360, 480]
+    assert logged.keys() == TAGS | (own if atari.SCRIPT == "qcritic_atari" else set())
+    logs = [120, 180, 240, 360, 480]  # at evaluations and checkpoints
+    assert [step for step, _ in logged["losses/total"]] == logs
     assert [step for step, _ in logged["eval/return_mean"]] == [180, 360, 480]
     least, mean, greatest = (logged[f"charts/episodic_return{x}"][-1][1] for x in ("_min", "", "_max"))
     assert least <= mean <= greatest
     rates = [rate for _, rate in logged["charts/learning_rate"]]
-    assert rates == pytest.approx([7e-4 * (1 - (step - 15) / 480) for step in (120, 240, 360, 480)])
+    updates = [range(start, end, 15) for start, end in itertools.pairwise([0, *logs])]
+    assert rates == pytest.approx([7e-4 * (1 - np.mean(steps) / 480) for steps in updates])
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -379,17 +382,18 @@ def test_saved_policy_scores_what_training_reported(atari, train, main, capfd, g
     for video in videos:
         frames = list(iio.imiter(video, plugin="FFMPEG"))
         assert len(frames) == int(rows[0][3])
-        assert frames[0].shape == (432, 320, 3)
+        assert frames[0].shape == (420, 320, 3)
         assert np.ptp(frames[0].astype(int), axis=-1).max() > 100  # colours
 
 
 def test_video_shows_the_game_that_is_played(atari):
     """The colours of the first game, in grey and shrunk, are the frame that the policy sees."""
-    envs, rng = atari.make_atari_envs("PongNoFrameskip-v4", 2, render=True), np.random.default_rng(0)
+    args, rng = atari.Args(env_id="PongNoFrameskip-v4"), np.random.default_rng(0)
+    envs = atari.make_envs(args, 2, render=True)
     envs.reset(seed=7)
     for _ in range(150):
         obs = envs.step(rng.integers(6, size=2))[0]
-    picture = torch.from_numpy(envs.render()[6:-6].mean(-1, dtype=np.float32))
+    picture = torch.from_numpy(envs.render().mean(-1, dtype=np.float32))
     small = F.interpolate(picture[None, None], (84, 84), mode="area")[0, 0]
     similarity = [np.corrcoef(small.flatten(), frames[-1].flatten())[0, 1] for frames in obs]
     assert similarity[0] > 0.95
@@ -401,16 +405,15 @@ def test_gradients_by_hand_are_those_of_autograd(atari, bf16):
     agent, obs = atari.AtariAgent(6, 6, bf16), torch.randint(256, (8, 4, 84, 84), dtype=torch.uint8)
     for layer in agent.children():
         torch.nn.init.normal_(layer.bias, std=0.1)
-    features = agent.activations(obs)[-1]
-    features.retain_grad()
-    logits, values = agent.heads(features)
-    (logits.logsumexp(-1) + values.square().sum(-1)).mean().backward()
-    expected = [p.grad for p in agent.parameters()]
-    agent.conv1.weight.grad = agent.conv2.bias.grad = agent.hidden.weight.grad = None
     with torch.no_grad():
         activations = agent.activations(obs)
-    agent.backward(activations, features.grad)
-    for x, y in zip((p.grad for p in agent.parameters()), expected, strict=True):
+    steps = [[x[:4] for x in activations], [x[4:] for x in activations]]
+
+    def gradients(logits: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss = (logits.logsumexp(-1) + values.square().sum(-1)).mean()
+        return torch.autograd.grad(loss, list(agent.parameters()))
+
+    for x, y in zip(gradients(*agent.rollout_outputs(steps)), gradients(*agent(obs)), strict=True):
         assert x.dtype == y.dtype == torch.float32
         assert (x - y).abs().max() <= 1e-5 * y.abs().max() > 0
 
@@ -509,7 +512,8 @@ def test_a2c_loss_and_gradient_are_those_of_stable_baselines3(a2c):
     layers = [*peer.policy.features_extractor.modules(), peer.policy.action_net, peer.policy.value_net]
     layers = [layer for layer in layers if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear)]
     for ours, theirs in zip(agent.children(), layers, strict=True):
-        theirs.load_state_dict({k: v.view_as(theirs.state_dict()[k]) for k, v in ours.state_dict().items()})
+        for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+            y.data = x.detach().reshape(y.shape).clone()
     obs = torch.randint(256, (num_steps, num_envs, 4, 84, 84), dtype=torch.uint8)
     actions = torch.randint(num_actions, (num_steps, num_envs))
     rewards, done = torch.randn(num_steps, num_envs), torch.rand(num_steps, num_envs) < 0.2
@@ -537,7 +541,7 @@ def test_a2c_loss_and_gradient_are_those_of_stable_baselines3(a2c):
     assert -entropy.item() == pytest.approx(logged["train/entropy_loss"], abs=1e-5)
     for ours, theirs in zip(agent.children(), layers, strict=True):
         for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(x.grad.view_as(y), y.grad, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(x.grad.reshape_as(y), y.grad, atol=1e-5, rtol=1e-5)
 
 
 # What only the Q critic has.
@@ -619,11 +623,10 @@ def test_baselines_give_a_whole_network_the_same_gradient(qcritic):
 def test_first_action_values_hardly_differ(atari):
     """A policy that follows differences by chance has decided before anything is learned."""
     torch.manual_seed(0)
-    num_values = 5 if atari.ACTION_VALUES else 1
-    agent = atari.AtariAgent(5, num_values, False)
+    agent = atari.make_agent(atari.Args(), SimpleNamespace(single_action_space=gym.spaces.Discrete(5)))
     probs = agent(torch.randint(256, (8, 4, 84, 84), dtype=torch.uint8))[0].softmax(-1)
     torch.testing.assert_close(probs, torch.full_like(probs, 0.2), atol=0.01, rtol=0)
-    gain = 0.01 if atari.ACTION_VALUES else 1.0
+    num_values, gain = (5, 0.01) if atari.SCRIPT == "qcritic_atari" else (1, 1.0)
     product = agent.critic.weight @ agent.critic.weight.T
     torch.testing.assert_close(product, gain**2 * torch.eye(num_values), atol=1e-6, rtol=0)
 

@@ -93,6 +93,17 @@ class Uneven(gym.Env):
         return np.zeros(1, np.float32), 1.0, self.time == self.length, False, {}
 
 
+class Jackpot(Uneven):
+    """Nothing but 1,000 at the 100th step of all and -1,000 at the 300th."""
+
+    steps = 0
+
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        self.steps += 1
+        return obs, {100: 1000.0, 300: -1000.0}.get(self.steps, 0.0), *rest
+
+
 class Broken(Uneven):
     """The 300th reward is not a number."""
 
@@ -108,6 +119,7 @@ gym.register("PlainRL/Ledger-v0", Ledger)
 gym.register("PlainRL/TerminatingClock-v0", Clock, kwargs={"terminates": True})
 gym.register("PlainRL/TruncatingClock-v0", Clock, kwargs={"terminates": False})
 gym.register("PlainRL/Uneven-v0", Uneven)
+gym.register("PlainRL/Jackpot-v0", Jackpot)
 gym.register("PlainRL/Broken-v0", Broken)
 
 
@@ -196,6 +208,23 @@ def test_every_transition_is_used_once_with_the_value_of_what_it_led_to(ppo, tra
         assert not torch.equal(calls[0, 0]["batch"].obs, calls[1, 0]["batch"].obs)  # shuffled anew
 
 
+def test_scaled_rewards_are_clipped_at_10(train, spy):
+    """With gamma 0 the scale is the rewards' own deviation, 1,000 / sqrt(200): unclipped, 14 and -14."""
+    calls = spy("gae")
+    train(
+        env_id="PlainRL/Jackpot-v0",
+        total_timesteps=400,
+        num_envs=1,
+        num_steps=400,
+        gamma=0.0,
+        eval_interval=0,
+        checkpoint_interval=999,
+    )
+    [rewards] = [call["rewards"].flatten() for call in calls]
+    assert rewards.nonzero().flatten().tolist() == [99, 299]
+    assert rewards[rewards != 0].tolist() == [10, -10]
+
+
 def test_logged_returns_are_the_raw_ones_of_whole_episodes(train):
     Ledger.ledgers = ()
     train(
@@ -218,7 +247,9 @@ def test_logged_returns_are_the_raw_ones_of_whole_episodes(train):
         mean_return, mean_length = np.mean(
             [episode[1:] for episode in episodes if episode[0] == step], axis=0
         )
-        assert dict(logged["charts/episodic_return"])[step] == pytest.approx(mean_return)
+        returns = [episode[1] for episode in episodes if episode[0] == step]
+        for tag, value in (("", mean_return), ("_min", min(returns)), ("_max", max(returns))):
+            assert dict(logged[f"charts/episodic_return{tag}"])[step] == pytest.approx(value)
         assert dict(logged["charts/episodic_length"])[step] == pytest.approx(mean_length)
     first_100 = [episode[1] for episode in episodes if episode[0] == 128]
     assert len(first_100) < 100
@@ -261,7 +292,9 @@ def test_value_of_a_state_depends_on_how_episodes_end(ppo, train, terminates):
         eval_interval=0,
         checkpoint_interval=10_000,
     )
-    agent = ppo.make_agent(ppo.Args(**checkpoint["args"]), ppo.make_envs(env_id, 1), checkpoint)
+    args = ppo.Args(**checkpoint["args"])
+    agent = ppo.make_agent(args, ppo.make_envs(args, 1))
+    agent.load_state_dict(checkpoint["agent"])
     moments = ppo.RunningMoments(())
     moments.load_state_dict(checkpoint["return_moments"])
     with torch.no_grad():
@@ -284,7 +317,7 @@ def test_non_finite_reward_stops_the_run_and_names_step_and_checkpoint(train, ca
 @pytest.mark.parametrize(("episodes", "expected"), [(6, [2] * 3 + [20] * 3), (3, [2, 2, 20]), (1, [2])])
 def test_each_environment_plays_its_share_of_an_evaluation(ppo, episodes, expected):
     """Counted as they end, the long episodes of the second environment would hardly be seen."""
-    envs = ppo.make_envs("PlainRL/Uneven-v0", 2)
+    envs = ppo.make_envs(ppo.Args(env_id="PlainRL/Uneven-v0"), 2)
     returns, lengths = ppo.evaluate(lambda obs, rng: np.zeros((2, 1)), envs, episodes, seed=4)
     assert sorted(lengths) == expected
     assert sorted(returns) == expected
@@ -292,7 +325,7 @@ def test_each_environment_plays_its_share_of_an_evaluation(ppo, episodes, expect
 
 def test_video_is_the_first_episode_of_the_first_environment(ppo, tmp_path):
     video = tmp_path / "folder" / "video.mp4"
-    envs = ppo.make_envs("PlainRL/Uneven-v0", 2, render=True)
+    envs = ppo.make_envs(ppo.Args(env_id="PlainRL/Uneven-v0"), 2, render=True)
     ppo.evaluate(lambda obs, rng: np.zeros((2, 1)), envs, episodes=4, seed=4, video=video)
     assert len(list(iio.imiter(video, plugin="FFMPEG"))) == 2
 
@@ -304,6 +337,7 @@ def test_evaluation_samples_actions_independently_of_the_environment(ppo):
         seen.append((obs.copy(), rng.standard_normal(obs.shape, dtype=np.float32)))
         return np.zeros_like(obs)
 
-    ppo.evaluate(policy, ppo.make_envs("PlainRL/Uneven-v0", 2), episodes=2, seed=4)
+    envs = ppo.make_envs(ppo.Args(env_id="PlainRL/Uneven-v0"), 2)
+    ppo.evaluate(policy, envs, episodes=2, seed=4)
     first_obs, noise = seen[0]
     assert not np.isin(first_obs, noise).any()

@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import scalars
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from torch import nn
@@ -114,10 +115,15 @@ def test_gaussian_agrees_with_torch_distributions(ppo):
     ("predictions", "expected"),
     [([1, 2, 3, 6], 1), ([5, 5, 5, 5], 0), ([2, 4, 6, 12], 0), ([-1, -2, -3, -6], -3)],
 )
-def test_explained_variance(ppo, predictions, expected):
-    targets = torch.tensor([1.0, 2, 3, 6])
-    value = ppo.explained_variance(torch.tensor(predictions, dtype=torch.float), targets)
-    assert value.item() == pytest.approx(expected, abs=1e-6)
+def test_explained_variance(ppo, predictions, expected, tmp_path):
+    """Of all that came since the last log, in whichever parts."""
+    args = ppo.Args(env_id="Pendulum-v1", total_timesteps=4, eval_interval=0, run_dir=tmp_path / "run")
+    run = ppo.Run(args, log_interval=4, agent=ppo.make_agent(args, ppo.make_envs(args, 1)))
+    for i, size in ((0, 1), (1, 3)):
+        parts = (torch.tensor(x, dtype=torch.float)[i : i + size] for x in (predictions, [1, 2, 3, 6]))
+        run.end_iteration(2, dict(zip(("values/predictions", "values/targets"), parts, strict=True)), [])
+    [(step, value)] = scalars(tmp_path / "run")["losses/explained_variance"]
+    assert (step, value) == (4, pytest.approx(expected, abs=1e-6))
 
 
 def make_agent(ppo, dtype=torch.float64):
@@ -271,12 +277,12 @@ def test_policy_samples_around_the_mode_within_the_box(ppo):
     obs = np.tile(np.random.default_rng(0).normal(size=4), (20_000, 1))
     mode, std = ppo.numpy_actor(agent)(obs)[0], agent.log_std.exp().detach().numpy()
     wide, narrow = gym.spaces.Box(-100, 100, (2,)), gym.spaces.Box(-0.1, 0.1, (2,))
-    actions = ppo.make_policy(agent, wide, greedy=False)(obs, np.random.default_rng(1))
+    actions = ppo.make_policy(ppo.Args(greedy=False), agent, wide)(obs, np.random.default_rng(1))
     np.testing.assert_allclose(actions.mean(0), mode, atol=0.05)
     np.testing.assert_allclose(actions.std(0), std, rtol=0.03)
-    greedy = ppo.make_policy(agent, wide, greedy=True)(obs, np.random.default_rng(1))
+    greedy = ppo.make_policy(ppo.Args(greedy=True), agent, wide)(obs, np.random.default_rng(1))
     np.testing.assert_array_equal(greedy, np.tile(mode, (20_000, 1)))
-    clipped = ppo.make_policy(agent, narrow, greedy=False)(obs, np.random.default_rng(1))
+    clipped = ppo.make_policy(ppo.Args(greedy=False), agent, narrow)(obs, np.random.default_rng(1))
     np.testing.assert_allclose(clipped, actions.clip(-0.1, 0.1))
 
 

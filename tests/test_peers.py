@@ -34,7 +34,7 @@ def test_evaluation_is_that_of_stable_baselines3(algorithm, env_id, flags, peers
     args = peers.Args(algorithm, env_id, run_dir=tmp_path / "run", **settings)
     model = peers.train(args)
     script = sys.modules["ppo_continuous"]
-    envs = env = peers.Environments(script.make_envs(env_id, 4), atari=False)
+    envs = env = peers.Environments(script.make_envs(args, 4), atari=False)
     if statistics := model.get_vec_normalize_env():
         env = VecNormalize(envs, training=False, norm_reward=False)
         env.obs_rms = statistics.obs_rms
@@ -70,7 +70,7 @@ def test_run_folder(peers, tmp_path):
 def test_truncation_reaches_the_learner(peers):
     """Pendulum is truncated after 200 steps, and never terminated."""
     script = peers.load_script("ppo_continuous")
-    envs = peers.Environments(script.make_envs("Pendulum-v1", 2), atari=False)
+    envs = peers.Environments(script.make_envs(script.Args(env_id="Pendulum-v1"), 2), atari=False)
     envs.reset()
     for step in range(200):
         obs, _, done, infos = envs.step(np.zeros((2, 1), np.float32))
@@ -86,8 +86,8 @@ def test_truncation_reaches_the_learner(peers):
         (["--algorithm=dqn", "--env-id=Pendulum-v1"], "dqn on Pendulum-v1"),
         (["--algorithm=ppo", "--env-id=Pendulum-v1", "--zoo"], "no such settings"),
         (["--algorithm=ppo", "--env-id=NoSuch-v1"], "NoSuch"),
+        (["--algorithm=ppo", "--env-id=Pendulum-v1", "--eval-episodes=0"], "--eval-episodes must be above 0"),
         (["--algorithm=ppo", "--env-id=Pendulum-v1", "--run-dir=taken"], "taken"),
-        (["--algorithm=vpg", "--env-id=Pendulum-v1"], "vpg|algorithm"),
     ],
 )
 def test_bad_input(flags, complaint, tmp_path):
@@ -96,5 +96,13 @@ def test_bad_input(flags, complaint, tmp_path):
     before = contents(tmp_path)
     refused = run_python(REPOSITORY / "benchmark" / "peers.py", *flags, cwd=tmp_path)
     assert refused.returncode == 2, refused.stderr
-    assert re.search(f"^error: .*({complaint}).*\n\\Z", refused.stderr, re.MULTILINE), refused.stderr
+    assert re.search(f"^error: .*{complaint}.*\n\\Z", refused.stderr, re.MULTILINE), refused.stderr
     assert contents(tmp_path) == before
+
+
+def test_unknown_algorithm(tmp_path):
+    flags = ("--algorithm=vpg", "--env-id=Pendulum-v1")
+    refused = run_python(REPOSITORY / "benchmark" / "peers.py", *flags, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "vpg" in refused.stderr
+    assert not list(tmp_path.iterdir())

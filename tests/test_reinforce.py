@@ -17,7 +17,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ALGOS, assert_same, contents, flags, load_script, run_python, scalars
+from conftest import assert_same, contents, flags, load_script, run_python, scalars, script_path
 from gymnasium.spaces import Box, Discrete
 
 ESTIMATORS = ("total", "discounted", "reward-to-go", "baseline")
@@ -29,6 +29,7 @@ SHORT_RUN = {
     "hidden_size": 16,
     "eval_interval": 250,
     "eval_episodes": 3,
+    "greedy": False,
     "checkpoint_interval": 200,
 }
 
@@ -319,7 +320,7 @@ def test_loss_is_a_mean_over_episodes(reinforce):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_each_environment_gives_its_first_episodes_whole_and_once(train, spy, estimator):
     Ledger.ledgers = ()
-    policies, losses = spy("make_categorical_policy"), spy("policy_loss")
+    policies, losses = spy("numpy_logits"), spy("policy_loss")
     updates, num_envs, share = 4, 3, 2
     checkpoint = train(
         env_id="PlainRL/DiscreteLedger-v0",
@@ -375,8 +376,9 @@ def test_value_of_a_state_depends_on_how_episodes_end(reinforce, train, terminat
     """With gamma 0.9 an endless stream of rewards of 1 is worth 10, wherever time limits cut it."""
     env_id = f"PlainRL/{'Terminating' if terminates else 'Truncating'}DiscreteClock-v0"
     checkpoint = train(env_id=env_id, total_episodes=400, gamma=0.9, eval_interval=0, value_epochs=20)
-    envs = reinforce.make_gym_envs(env_id, 1)
-    agent = reinforce.make_categorical_agent(reinforce.Args(**checkpoint["args"]), envs, checkpoint)
+    args = reinforce.Args(**checkpoint["args"])
+    agent = reinforce.make_agent(args, reinforce.make_envs(args, 1))
+    agent.load_state_dict(checkpoint["agent"])
     expected = [(1 - 0.9**steps) / 0.1 if terminates else 10 for steps in (4, 3, 2, 1)]
     np.testing.assert_allclose(agent.critic(torch.eye(4)).detach()[:, 0], expected, rtol=0.05)
 
@@ -390,7 +392,7 @@ def test_policy_samples_the_softmax_and_its_mode_is_greedy(reinforce):
     assert probs.min() > 0.05
     obs, policies = (
         np.ones((20_000, 4), np.float32),
-        (reinforce.make_categorical_policy(agent, space, greedy) for greedy in (False, True)),
+        (reinforce.make_policy(reinforce.Args(greedy=greedy), agent, space) for greedy in (False, True)),
     )
     sampled, greedy = (policy(obs, np.random.default_rng(0)) for policy in policies)
     np.testing.assert_allclose(np.bincount(sampled + 1) / 20_000, probs, atol=0.01)
@@ -402,15 +404,17 @@ def test_learns_to_balance_the_pole(reinforce, train, estimator):
     """An untrained policy keeps the pole up for some 20 steps when it samples, and 10 when it is greedy."""
     settings = {"total_episodes": 400, "batch_episodes": 5, "num_envs": 5, "hidden_size": 64}
     checkpoint = train(estimator=estimator, **settings, learning_rate=5e-3, eval_interval=0)
-    args, envs = reinforce.Args(**checkpoint["args"]), reinforce.make_gym_envs("CartPole-v1", 10)
+    args = dataclasses.replace(reinforce.Args(**checkpoint["args"]), greedy=True)
+    envs = reinforce.make_envs(args, 10)
+    agent = reinforce.make_agent(args, envs)
 
-    def greedy_return(state: dict | None) -> float:
-        agent = reinforce.make_categorical_agent(args, envs, state)
-        policy = reinforce.make_categorical_policy(agent, envs.single_action_space, greedy=True)
+    def greedy_return() -> float:
+        policy = reinforce.make_policy(args, agent, envs.single_action_space)
         return np.mean(reinforce.evaluate(policy, envs, episodes=10, seed=0)[0])
 
-    assert greedy_return(None) < 100
-    assert greedy_return(checkpoint) > 200
+    assert greedy_return() < 100
+    agent.load_state_dict(checkpoint["agent"])
+    assert greedy_return() > 200
 
 
 def test_same_seed_gives_the_same_bits_and_another_seed_does_not(train):
@@ -474,13 +478,13 @@ script, *sys.argv[1:] = sys.argv[1:]
 replace, calls = os.replace, []
 def die(*paths):
     calls.append(paths)
-    if len(calls) == 7:
+    if len(calls) == 8:
         os.kill(os.getpid(), signal.SIGKILL)
     replace(*paths)
 os.replace = die
 runpy.run_path(script, run_name="__main__")
 """
-    command = ("-c", killer, ALGOS / "reinforce_cartpole.py", *flags(SHORT_RUN), "--run-dir", "killed")
+    command = ("-c", killer, script_path("reinforce_cartpole"), *flags(SHORT_RUN), "--run-dir", "killed")
     killed = run_python(*command, cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert Path("killed/checkpoint.tmp").exists()
@@ -532,8 +536,18 @@ def test_learning_rate_falls_linearly_with_the_episodes(train, anneal_lr):
     assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1] if anneal_lr else [0.4] * 4)
 
 
+def test_gradient_is_clipped_and_its_norm_logged_before(train):
+    """After one update Adam's first moment is a tenth of the gradient."""
+    settings = {"estimator": "reward-to-go", "total_episodes": 4, "eval_interval": 0}
+    optimizer = train(max_grad_norm=0.5, **settings)["optimizer"]
+    moments = torch.cat([state["exp_avg"].flatten() for state in optimizer["state"].values()])
+    assert 10 * moments.norm().item() == pytest.approx(0.5, rel=1e-4)
+    [(_, norm)] = scalars(Path("run"))["losses/grad_norm"]
+    assert norm > 1
+
+
 def test_non_finite_reward_stops_the_run_and_names_step_and_checkpoint(train):
-    """32 steps a batch: the 100th reward of each environment comes in the seventh."""
+    """32 steps a batch: the 100th reward comes in the fourth."""
     with pytest.raises(SystemExit) as stopped:
         train(env_id="PlainRL/BrokenDiscreteClock-v0", num_envs=1, batch_episodes=8, checkpoint_interval=64)
     assert re.match("error: .*128.*run/checkpoint.pt", str(stopped.value.code))
@@ -547,6 +561,7 @@ def test_tensorboard_has_the_tags_of_the_contract(train, estimator):
     train(estimator=estimator, total_episodes=4)
     tags = {
         *("charts/episodic_return", "charts/episodic_length", "charts/return_mean_100", "charts/episodes"),
+        *("charts/episodic_return_min", "charts/episodic_return_max"),
         *("charts/SPS", "charts/learning_rate", "losses/policy_loss", "losses/entropy", "losses/grad_norm"),
         *("values/advantages", "eval/return_mean", "eval/return_stderr", "eval/length_mean"),
     }
@@ -560,11 +575,13 @@ def test_saved_policy_scores_what_training_reported(reinforce, train, main, capf
     rows = [row.split(",") for row in Path("run/evaluations.csv").read_text().splitlines()]
     expected = [float(row[2]) for row in rows if row[0] == str(step)]
     before, _ = contents(Path()), capfd.readouterr()
-    options = ["--greedy"] if greedy else []
+    options = ["--greedy" if greedy else "--no-greedy"]
     main("--evaluate", "run", "--eval-episodes", 3, "--seed", reinforce.derive_seed(1, step, 2), *options)
     *episodes, summary = capfd.readouterr().out.splitlines()
     assert [float(re.search(r"return (.*),", line)[1]) for line in episodes] == expected
-    assert f"mean {np.mean(expected):.2f}, standard deviation {np.std(expected, ddof=1):.2f}" in summary
+    mean, deviation, _ = (float(x) for x in re.findall(r"[\d.]+", summary))
+    assert mean == pytest.approx(np.mean(expected), rel=1e-4)
+    assert deviation == pytest.approx(np.std(expected, ddof=1), rel=1e-3)
     assert contents(Path()) == before
 
 
@@ -600,19 +617,22 @@ def finished_run(reinforce, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def refusal(main, finished_run, tmp_path, monkeypatch, capfd):
-    """Runs the script with a finished run in the working directory; returns its one line of error."""
+    """Runs the script with a finished run in the working directory; returns its one line of error.
+
+    tyro has lines of its own.
+    """
     monkeypatch.chdir(tmp_path)
     for name in ("checkpoint.pt", "model.pt"):
         Path("run").mkdir(exist_ok=True)
         Path("run", name).write_bytes((finished_run / name).read_bytes())
 
-    def run(*flags) -> str:
+    def run(*flags, by_tyro: bool = False) -> str:
         before = contents(tmp_path)
         with pytest.raises(SystemExit) as stopped:
             main(*flags)
         stderr = capfd.readouterr().err
         assert stopped.value.code == 2
-        assert re.fullmatch(r"error: .+\n", stderr), stderr
+        assert by_tyro or re.fullmatch(r"error: .+\n", stderr), stderr
         assert contents(tmp_path) == before
         return stderr
 
@@ -625,7 +645,6 @@ def refusal(main, finished_run, tmp_path, monkeypatch, capfd):
         ("--env-id Pendulum-v1", "Discrete"),
         ("--env-id FrozenLake-v1", "Box"),
         ("--env-id CartPol-v1", "CartPole"),
-        ("--estimator actor-critic", "reward-to-go"),
         ("--batch-episodes 10 --num-envs 4", "--num-envs 4"),
         ("--batch-episodes 4 --num-envs 8", "--num-envs 8"),
         ("--total-episodes 0", "--total-episodes"),
@@ -641,6 +660,10 @@ def refusal(main, finished_run, tmp_path, monkeypatch, capfd):
 )
 def test_bad_input(refusal, arguments, hint):
     assert hint in refusal(*arguments.split())
+
+
+def test_estimator_that_there_is_not(refusal):
+    assert "reward-to-go" in refusal("--estimator", "actor-critic", by_tyro=True)
 
 
 def test_numbers_that_no_field_takes(reinforce, refusal):

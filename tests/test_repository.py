@@ -1,4 +1,7 @@
-"""Rules that hold for every script in algos/."""
+"""Rules that hold for every script in algos/. As a program this file sees to one of them:
+
+python tests/test_repository.py algos/ppo_continuous.py    copies what is below the line into all others
+"""
 
 import ast
 import importlib.metadata
@@ -18,7 +21,9 @@ each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.n
 # A part of torch that needs a distribution of its own.
 EXTRA_IMPORTS = {"torch.utils.tensorboard": "tensorboard"}
 # What each script has of its own.
-MAY_DIFFER = {"Args", "train"}
+MAY_DIFFER = {"Args", "train", "make_envs", "make_agent", "make_policy"}
+# Divides the algorithm from what every script shares.
+LINE = "\n# ---- From here on, the text is the same in every script. ----\n"
 
 # Gymnasium sets an environment variable of its own.
 IMPORT = """
@@ -117,8 +122,23 @@ def test_lock_satisfies_the_header(script):
     assert header(script)["requires-python"] == lock["metadata"]["python-versions"]
 
 
+def split(script: Path) -> tuple[str, str]:
+    """The text above the line, and that below it."""
+    above, *below = script.read_text().split(LINE)
+    if len(below) != 1:
+        sys.exit(f"error: {script} must have this line once: {LINE.strip()}")
+    return above, below[0]
+
+
+def copy_shared_part(source: Path) -> None:
+    """Give all scripts beside this one the text that it has below the line."""
+    texts = {script: split(script)[0] + LINE + split(source)[1] for script in source.parent.glob("*.py")}
+    for script, text in texts.items():
+        script.write_text(text)
+
+
 def test_what_has_the_same_name_in_several_scripts_has_the_same_text():
-    assert differing_definitions([script.read_text() for script in SCRIPTS]) == set()
+    assert differing_definitions([split(script)[0] for script in SCRIPTS]) == set()
 
 
 def test_differing_text_is_found():
@@ -127,3 +147,29 @@ def test_differing_text_is_found():
     second = "def save(): return 2\n@dataclass(frozen=True)\nclass Batch: pass\nclass Args: x = 1\n"
     assert differing_definitions([first, second]) == {"save", "Batch"}
     assert differing_definitions([first, first]) == set()
+
+
+def test_text_below_the_line_is_the_same_in_all_scripts():
+    """`python tests/test_repository.py algos/SCRIPT.py` makes it that of the script."""
+    shared = {script.name: split(script)[1] for script in SCRIPTS}
+    assert {name for name, text in shared.items() if text != shared[SCRIPTS[0].name]} == set()
+
+
+def test_the_command_copies_what_is_below_the_line(tmp_path):
+    texts = {"a.py": f"A = 1\n{LINE}\nB = 2\n", "b.py": f"C = 3\n{LINE}\nB = 4\n", "c.py": f"{LINE}\nB = 2\n"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    command = (Path(__file__), tmp_path / "b.py")
+    assert run_python(*command, cwd=tmp_path).returncode == 0
+    copied = {name: (tmp_path / name).read_text() for name in texts}
+    assert copied == {name: text.replace("B = 2", "B = 4") for name, text in texts.items()}
+    (tmp_path / "d.py").write_text("D = 5\n")
+    (tmp_path / "b.py").write_text(texts["a.py"])
+    refused = run_python(*command, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "d.py must have this line once" in refused.stderr
+    assert (tmp_path / "a.py").read_text() == copied["a.py"]
+
+
+if __name__ == "__main__":
+    copy_shared_part(Path(sys.argv[1]))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALGOS, KILLER, SHORT_RUN, assert_same, flags, run_python, run_script, scalars
+from conftest import KILLER, SHORT_RUN, assert_same, flags, run_python, run_script, scalars, script_path
 
 
 def weights(checkpoint: dict) -> torch.Tensor:
@@ -52,14 +52,17 @@ def test_killed_three_times_and_resumed_equals_uninterrupted(tmp_path):
 
     There are 8 minibatches in an update, 16 from one checkpoint to the next, and 64 in the whole run.
     """
-    script = ALGOS / "ppo_continuous.py"
+    script = script_path("ppo_continuous")
     whole = run_script("ppo_continuous", *flags(SHORT_RUN), "--run-dir", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     moment, start = random.randrange(17, 60), [*flags(SHORT_RUN), "--run-dir", "killed"]
-    for function, call in (("ppo_gradient", moment), ("evaluate", 1), ("replace", 2)):
+    # A resumed process moves config.json and evaluations.csv into place, then model.pt and checkpoint.pt.
+    for function, call in (("ppo_gradient", moment), ("evaluate", 1), ("replace", 4)):
         killed = run_python("-c", KILLER, script, function, call, *start, cwd=tmp_path)
         assert killed.returncode == -signal.SIGKILL, (moment, killed.stderr)
         start = ["--resume", "killed"]
+    saved = [torch.load(tmp_path / "killed" / f"{x}.pt", weights_only=True) for x in ("checkpoint", "model")]
+    assert saved[0]["global_step"] < saved[1]["global_step"]
     resumed = run_script("ppo_continuous", *start, cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
@@ -83,16 +86,53 @@ def test_killed_before_the_first_checkpoint_and_resumed_equals_uninterrupted(tra
 
 def test_crash_while_saving_leaves_the_old_checkpoint(ppo, tmp_path, monkeypatch):
     path = tmp_path / "checkpoint.pt"
-    ppo.save({"global_step": 1}, path)
+    ppo.write(path, {"global_step": 1})
 
-    def crash(state: dict, path: Path) -> None:
-        path.write_bytes(b"half of it")
+    def crash(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(torch, "save", crash)
+    monkeypatch.setattr(Path, "write_bytes", crash)
     with pytest.raises(KeyboardInterrupt):
-        ppo.save({"global_step": 2}, path)
+        ppo.write(path, {"global_step": 2})
     assert torch.load(path, weights_only=True) == {"global_step": 1}
+
+
+# Runs a script that can write no more than so many bytes to any one file: to a program, a full disk.
+LIMITED = """
+import resource, runpy, sys
+limit, *sys.argv = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "limit", "file"), [(64, 80_000, "checkpoint"), (8, 25_000, "events")]
+)
+def test_full_disk_ends_the_run_in_one_line_and_the_rest_equals_uninterrupted(
+    ppo, train, tmp_path, monkeypatch, hidden_size, limit, file
+):
+    """Where there is no room for the checkpoint that has Adam's moments, and where TensorBoard finds none."""
+    settings = SHORT_RUN | {"hidden_size": hidden_size, "num_steps": 16, "eval_interval": 96}
+    train("whole", **settings)
+    command = ("-c", LIMITED, limit, script_path("ppo_continuous"), *flags(settings), "--run-dir", "full")
+    full = run_python(*command, cwd=tmp_path)
+    assert full.returncode == 1, full.stderr
+    ending = "the last checkpoint is full/checkpoint.pt"
+    failed = re.fullmatch(
+        rf"error: cannot write \(.*File too large.*\) at step (\d+); {ending}\n", full.stderr
+    )
+    assert failed, full.stderr
+    assert max(Path("full").iterdir(), key=lambda path: path.stat().st_size).name.startswith(file)
+    saved = torch.load("full/checkpoint.pt", weights_only=True)["global_step"]
+    assert (
+        (saved, int(failed[1])) == (0, 256) if file == "checkpoint" else 256 <= saved < int(failed[1]) < 1024
+    )
+    monkeypatch.setattr(sys, "argv", ["ppo_continuous.py", "--resume", "full"])
+    ppo.main()
+    assert_same_run(Path("full"), Path("whole"))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +143,7 @@ def test_interrupted_run_saves_and_prints_the_command_that_finishes_it(tmp_path,
     total = 32 * 128
     settings = SHORT_RUN | {"total_timesteps": total, "checkpoint_interval": 10 * total, "eval_interval": 128}
     process = subprocess.Popen(
-        [sys.executable, ALGOS / "ppo_continuous.py", *flags(settings), "--run-dir", "my run"],
+        [sys.executable, script_path("ppo_continuous"), *flags(settings), "--run-dir", "my run"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,

@@ -1,6 +1,7 @@
 """What a run leaves behind, and what its saved policy scores."""
 
 import csv
+import io
 import json
 import math
 import re
@@ -14,12 +15,13 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
-from conftest import ALGOS, SHORT_RUN, contents, flags, run_python, run_script, scalars
+from conftest import SHORT_RUN, contents, flags, run_python, run_script, scalars, script_path
 
 TAGS = {
-    *("charts/episodic_return", "charts/episodic_length", "charts/return_mean_100", "charts/SPS"),
-    *("charts/learning_rate", "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/total"),
-    *("losses/grad_norm", "losses/explained_variance", "losses/approx_kl", "losses/clipfrac"),
+    *("charts/episodic_return", "charts/episodic_return_min", "charts/episodic_return_max"),
+    *("charts/episodic_length", "charts/return_mean_100", "charts/SPS", "charts/learning_rate"),
+    *("losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/total", "losses/grad_norm"),
+    *("losses/explained_variance", "losses/approx_kl", "losses/clipfrac"),
     *("values/predictions", "values/targets", "values/advantages"),
     *("eval/return_mean", "eval/return_stderr", "eval/length_mean"),
 }
@@ -29,7 +31,7 @@ TAGS = {
 def folder(tmp_path_factory) -> Path:
     """An empty folder but for a copy of the script, which has trained in it."""
     folder = tmp_path_factory.mktemp("alone")
-    shutil.copy(ALGOS / "ppo_continuous.py", folder)
+    shutil.copy(script_path("ppo_continuous"), folder)
     done = run_python("ppo_continuous.py", *flags(SHORT_RUN), cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     return folder
@@ -81,7 +83,7 @@ def test_config_holds_every_argument_and_the_versions(ppo, run_dir):
     assert {"mujoco", "cpu", "gpu"} < config.keys()
 
 
-def test_commit_is_that_of_the_script_if_there_is_one(ppo, tmp_path, monkeypatch):
+def test_commit_is_that_of_the_script_if_there_is_one(ppo, train, tmp_path, monkeypatch):
     """Before the first commit git prints the word HEAD; some machines have no git."""
     monkeypatch.setattr(ppo, "__file__", str(tmp_path / "ppo_continuous.py"))
 
@@ -90,14 +92,18 @@ def test_commit_is_that_of_the_script_if_there_is_one(ppo, tmp_path, monkeypatch
             ["git", *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout
 
+    def commit_of_a_run(name: str) -> str | None:
+        train(name, total_timesteps=128, eval_interval=0)
+        return json.loads(Path(name, "config.json").read_text())["git_commit"]
+
     if shutil.which("git"):
-        assert ppo.describe_machine()["git_commit"] is None
+        assert commit_of_a_run("elsewhere") is None
         git("init")
-        assert ppo.describe_machine()["git_commit"] is None
+        assert commit_of_a_run("new") is None
         git("-c", "user.name=n", "-c", "user.email=e", "commit", "--allow-empty", "-m", "first")
-        assert ppo.describe_machine()["git_commit"] == git("rev-parse", "HEAD").strip()
+        assert commit_of_a_run("committed") == git("rev-parse", "HEAD").strip()
     monkeypatch.setenv("PATH", "")
-    assert ppo.describe_machine()["git_commit"] is None
+    assert commit_of_a_run("without git") is None
 
 
 def test_evaluations_are_one_row_an_episode(run_dir):
@@ -126,7 +132,7 @@ def test_tensorboard_has_the_tags_of_the_contract(run_dir):
 def test_saved_policy_scores_in_a_fresh_process_what_training_reported(ppo, folder, run_dir):
     before = contents(folder)
     seed = ppo.derive_seed(1, 1024, 3)
-    options = ["--eval-episodes", 3, "--seed", seed]
+    options = ["--eval-episodes", 3, "--seed", seed, "--no-greedy"]
     played = run_script("ppo_continuous", "--evaluate", run_dir, *options, cwd=folder)
     assert played.returncode == 0, played.stderr
     returns, (mean, deviation, stderr) = parse(played.stdout)
@@ -144,16 +150,15 @@ def test_policy_is_its_statistics_too(play, run_dir, tmp_path):
     for name in ("mean", "var"):
         model["agent"][f"obs_moments.{name}"].fill_(name == "var")
     torch.save(model, tmp_path / "without.pt")
-    whole, same, without = (
-        play(x, "--greedy") for x in (run_dir, tmp_path / "same.pt", tmp_path / "without.pt")
-    )
+    whole, same, without = (play(x) for x in (run_dir, tmp_path / "same.pt", tmp_path / "without.pt"))
     assert whole == same != without
 
 
 def test_greedy_is_another_policy_than_sampled(play, run_dir):
-    sampled, greedy = play(run_dir), play(run_dir, "--greedy")
+    """Greedy unless told otherwise, whatever the run was told."""
+    sampled, greedy = play(run_dir, "--no-greedy"), play(run_dir)
     assert len(sampled[0]) == len(greedy[0]) == 10
-    assert sampled == play(run_dir) != play(run_dir, "--seed", 2)
+    assert sampled == play(run_dir, "--no-greedy") != play(run_dir, "--no-greedy", "--seed", 2)
     assert greedy == play(run_dir, "--greedy") != sampled
 
 
@@ -188,7 +193,7 @@ FAR_AWAY = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import mujoco, ppo_continuous
-env = ppo_continuous.make_envs("HalfCheetah-v4", 1, render=True).envs[0]
+env = ppo_continuous.make_envs(ppo_continuous.Args(env_id="HalfCheetah-v4"), 1, render=True).envs[0]
 env.reset(seed=0)
 env.unwrapped.data.qpos[0] = 50
 mujoco.mj_forward(env.unwrapped.model, env.unwrapped.data)
@@ -199,27 +204,65 @@ print(((frame[..., 0] - frame[..., 2]) > 40).sum())
 
 def test_camera_follows_the_robot(tmp_path, egl):
     """The cheetah is the only thing in the picture that is red rather than blue."""
-    shown = run_python("-c", FAR_AWAY, ALGOS, cwd=tmp_path, MUJOCO_GL=egl)
+    folder = script_path("ppo_continuous").parent
+    shown = run_python("-c", FAR_AWAY, folder, cwd=tmp_path, MUJOCO_GL=egl)
     assert int(shown.stdout) > 1000, shown.stderr
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_saved_policy_is_recorded(run_dir, tmp_path, egl, kind):
-    options = ["--eval-episodes", 1, "--capture-video", *(["--greedy"] if kind == "greedy" else [])]
+    options = ["--eval-episodes", 1, "--capture-video", "--greedy" if kind == "greedy" else "--no-greedy"]
     played = run_script("ppo_continuous", "--evaluate", run_dir, *options, cwd=tmp_path, MUJOCO_GL=egl)
     assert played.returncode == 0, played.stderr
     length = int(re.search(r"length (\d+)", played.stdout)[1])
     assert_shows_an_episode(tmp_path / "videos" / run_dir.name / f"{kind}.mp4", length)
 
 
+class Screen(io.StringIO):
+    """Standard error, on a terminal or not."""
+
+    def __init__(self, terminal: bool):
+        super().__init__()
+        self.isatty = lambda: terminal
+
+
+@pytest.mark.parametrize(("minutes", "terminal"), [(0.5, True), (0.5, False), (5, False)])
+def test_evaluation_shows_its_progress(ppo, monkeypatch, minutes, terminal):
+    """On a terminal soon, elsewhere a line a minute. Of 1,000 steps each takes its part of the minutes."""
+    screen = Screen(terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    clock, envs = [0.0], ppo.make_envs(ppo.Args(env_id="Pendulum-v1"), 1)
+
+    def policy(obs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        clock[0] += 60 * minutes / 1000
+        return np.zeros((1, 1), np.float32)
+
+    ppo.evaluate(policy, envs, episodes=5, seed=0)
+    lines = screen.getvalue().splitlines()
+    if terminal:
+        assert screen.getvalue().count("\r") > 5
+        assert "evaluation" in screen.getvalue()
+        assert "3 of 5 episodes" in screen.getvalue()
+    else:
+        assert len([line for line in lines if "of 5 episodes" in line]) == (4 if minutes == 5 else 0)
+
+
 def test_track_makes_a_run_of_weights_and_biases(tmp_path):
-    settings = [*flags(SHORT_RUN), "--run-dir", "run", "--track", "--wandb-project", "a_project"]
-    done = run_script("ppo_continuous", *settings, cwd=tmp_path, WANDB_MODE="offline")
-    assert done.returncode == 0, done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "wandb"}
-    (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    logged = log.read_bytes()
-    assert all(text.encode() in logged for text in (*TAGS, "a_project", "Hopper-v4", "checkpoint_interval"))
+    """One that is resumed goes on under the same name."""
+    start = [*flags(SHORT_RUN), "--run-dir", "run", "--track", "--wandb-project", "a_project"]
+    for first_step, last_step in ((128, 512), (640, 1024)):
+        options = [*start, "--total-timesteps", last_step]
+        done = run_script("ppo_continuous", *options, cwd=tmp_path, WANDB_MODE="offline")
+        assert done.returncode == 0, done.stderr
+        assert {path.name for path in tmp_path.iterdir()} == {"run", "wandb"}
+        [log] = (tmp_path / "wandb" / "latest-run").glob("run-run.wandb")
+        logged = log.read_bytes()
+        texts = (*TAGS, "a_project", "Hopper-v4", "checkpoint_interval")
+        assert all(text.encode() in logged for text in texts)
+        steps = {int(step) for step in re.findall(rb"global_step\W{1,4}(\d+)", logged)}
+        assert (min(steps), max(steps)) == (first_step, last_step)
+        start = ["--resume", "run"]
 
 
 @pytest.mark.parametrize(("goal", "last_step"), [(-1e6, 384), (1e6, 1024)])

@@ -1,13 +1,20 @@
 """benchmark/speed.py times each script by what it has. Figures come from idle machines, not from here."""
 
+import dataclasses
+import json
 import re
-import subprocess
-import sys
+import shutil
 
 import pytest
-from conftest import REPOSITORY, load_script
+from conftest import REPOSITORY, flags, load_script, run_python
 
 SPEED = REPOSITORY / "benchmark" / "speed.py"
+# Of each kind of script one, with something of every kind of part; four iterations of it or more.
+SHORT = {
+    "ppo_continuous": {"num_steps": 32, "num_minibatches": 4, "total_timesteps": 320},
+    "qcritic_atari": {"num_envs": 2, "num_steps": 5, "total_timesteps": 200},
+    "qlearning_tabular": {"total_timesteps": 20_000},
+}
 
 
 @pytest.fixture(scope="module")
@@ -16,29 +23,42 @@ def speed():
 
 
 def test_every_script_is_timed(speed):
-    assert {*speed.CONTESTS, *speed.ALONE} == {path.stem for path in speed.ALGOS.glob("*.py")}
+    assert {*speed.CONTESTS} == {path.stem for path in speed.ALGOS.glob("*.py")}
 
 
-@pytest.mark.parametrize("name", ["a2c_atari", "qcritic_atari"])
-def test_parts_of_the_atari_scripts(speed, monkeypatch, name):
-    """Each part is called, and the time of one call divided by the steps that it stands for."""
-    calls = []
+@pytest.mark.parametrize("name", SHORT)
+def test_parts_of_a_run_make_up_its_time(speed, tmp_path, name):
+    """All calls are found; floors lie below their parts, and the parts within the whole."""
+    command = (SPEED, "--parts", name, speed.ALGOS / f"{name}.py", *flags(SHORT[name]), "--eval-interval", 0)
+    done = run_python(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    times = json.loads(done.stdout.splitlines()[-1])
+    floors = {part: times.pop(part) for part in [*times] if part.startswith("-")}
+    whole = times.pop("whole loop")
+    assert {*times} == {*speed.CONTESTS[name].parts} - {*floors} | {"everything else"}
+    assert min(times.values()) > 0
+    assert sum(times.values()) == pytest.approx(whole)
+    if name == "ppo_continuous":
+        assert {*floors} == {"- mj_step alone", "- products alone, gradient"}
+        assert 0 < floors["- mj_step alone"] < times["environment"]
+        assert 0 < floors["- products alone, gradient"] < times["gradient"]
+    if name == "qcritic_atari":
+        assert {*floors} == {f"- products alone, {part}" for part in ("forward passes", "backward pass")}
+        assert floors["- products alone, backward pass"] < times["backward pass"]
 
-    def microseconds(function, count: int) -> float:
-        function()
-        calls.append(count)
-        return 80.0
 
-    monkeypatch.setattr(speed, "microseconds", microseconds)
-    parts = speed.atari_parts(name, speed.CONTESTS[name])
-    assert len(calls) == len(parts) == 7
-    assert parts.pop("environments") == 80 / 16
-    assert set(parts.values()) == {1.0}
-
-
-def test_scripts_without_a_peer_are_timed_beside_their_environment():
-    command = [sys.executable, SPEED, "--script", "reinforce_cartpole", "--repetitions", "1"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    steps, share = re.search(r"^\| CartPole-v1 \| ([\d,]+) \| (\d+)% \|$", output, re.MULTILINE).groups()
-    assert int(steps.replace(",", "")) > 100
-    assert 0 < int(share) < 100
+def test_tables(speed, tmp_path, capsys):
+    """Of a short contest without a peer, beside another copy of the script."""
+    shutil.copy(speed.ALGOS / "qlearning_tabular.py", tmp_path)
+    contest = dataclasses.replace(speed.CONTESTS["qlearning_tabular"], settings={"total_timesteps": 30_000})
+    args = speed.Args("qlearning_tabular", repetitions=1, beside=tmp_path)
+    speed.compare(args, contest, "FrozenLake-v1")
+    output = capsys.readouterr().out
+    speeds = re.findall(r"^\| (.+) \| ([\d,]+) \| ([\d.]+) \(.*\) \| \d+ MB \|$", output, re.MULTILINE)
+    assert [row[0] for row in speeds] == ["PlainRL", str(tmp_path)]
+    ours, theirs = (int(row[1].replace(",", "")) for row in speeds)
+    assert min(ours, theirs) > 1000
+    assert [float(row[2]) for row in speeds] == [pytest.approx(ours / theirs, abs=0.006), 1]
+    shares = re.findall(r"^\| ([a-z ]+) \| [\d.]+ \((\d+)%\) \|$", output, re.MULTILINE)
+    assert [part for part, _ in shares] == ["environment", "everything else", "whole loop"]
+    assert [int(share) for _, share in shares] == [pytest.approx(50, abs=49), pytest.approx(50, abs=49), 100]
