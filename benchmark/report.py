@@ -4,18 +4,24 @@
     python benchmark/report.py runs/A runs/B --out report                   # any runs, CleanRL's too
     python benchmark/report.py benchmark/results/ppo --table                # the final returns, printed
 
-RUNS are run folders, or folders that hold some. A run is a config.json and an evaluations.csv, with a
-progress.csv or TensorBoard events beside them, or events alone in a folder that CleanRL named,
-<env id>__<exp name>__<seed>__<unix time>. The runs in one folder (of a grid) make a section of the page,
-those on one environment a figure, those of one script with the same settings, whatever their seed, a curve.
-Where one numeric setting has three values or more, the figure shows what the runs end with against it.
+It writes README.md and figures/, and the same in one file, report.html. What benchmark/grids/NAME.md says
+of a grid goes under its figures.
+
+RUNS are folders at or below which there are runs: the results of a grid as run.py keeps them (runs.jsonl,
+evaluations.csv.gz, progress.csv.gz), run folders (config.json, evaluations.csv, TensorBoard events), or
+events alone in a folder that CleanRL named, <env id>__<exp name>__<seed>__<unix time>. The runs of a grid, or
+in one folder, make a section of the page, those on one environment a figure, those of one script with the
+same settings, whatever their seed, a curve. Where one numeric setting has three values or more, the figure
+shows what the runs end with against it.
 
 A run ends with its last evaluation, or without any with its last 100 episodes of training. references.toml
 has the published returns that stand beside it.
 """
 
+import base64
 import contextlib
 import io
+import itertools
 import json
 import re
 import shlex
@@ -30,6 +36,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
+import markdown
 import matplotlib
 import numpy as np
 import pandas as pd
@@ -38,6 +45,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
 from rliable.library import get_interval_estimates
+from rliable.metrics import probability_of_improvement
 from scipy.stats import trim_mean
 
 BENCHMARK = Path(__file__).resolve().parent
@@ -69,7 +77,7 @@ class Args:
     runs: Annotated[list[Path], tyro.conf.Positional]
     """run folders, or folders that hold some"""
     out: Path = Path("report")
-    """folder that README.md and figures/ are written to"""
+    """folder that README.md, figures/ and report.html are written to"""
     table: bool = False
     """only print the table of what the runs end with"""
     x: Literal["auto", "steps", "episodes"] = "auto"
@@ -112,16 +120,59 @@ def error(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def find_runs(paths: list[Path], out: Path) -> list[Path]:
-    """Run folders at or below the paths, each once."""
+def read_runs(paths: list[Path], out: Path) -> list[Run]:
+    """The runs at or below the paths, each once."""
     found = {}
     for path in paths:
+        grids = {file.parent for file in path.rglob("runs.jsonl")}
         files = [*path.rglob("config.json"), *path.rglob("events.out.tfevents*")]
         # A shell's RESULTS/*/ has the figures of the last report among the grids.
-        if not files and path.resolve() != (out / "figures").resolve():
+        if not (files or grids) and path.resolve() != (out / "figures").resolve():
             error(f"there is no run in {path}")
-        found |= {file.parent.resolve(): file.parent for file in files}
-    return sorted(found.values())
+        for run in itertools.chain(map(read_run, {file.parent for file in files}), *map(read_results, grids)):
+            found[run.folder.resolve()] = run
+    return [found[folder] for folder in sorted(found)]
+
+
+def read_results(grid: Path) -> list[Run]:
+    """The runs of a grid, as run.py keeps them; each has the folder that it would have of its own."""
+    try:
+        lines = map(json.loads, (grid / "runs.jsonl").read_text().splitlines())
+        configs = {config.pop("run"): config for config in lines}
+        evaluations, progress = (
+            dict(list(pd.read_csv(grid / f"{name}.csv.gz").groupby("run")))
+            for name in ("evaluations", "progress")
+        )
+        return [
+            make_run(grid / name, config, evaluations.get(name), progress.get(name))
+            for name, config in configs.items()
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as exception:
+        error(f"cannot read the results in {grid}: {type(exception).__name__}: {exception}")
+
+
+def make_run(
+    folder: Path,
+    config: dict,
+    evaluations: pd.DataFrame | None,
+    progress: pd.DataFrame | None,
+    own: bool = True,
+) -> Run:
+    """A run from its tables. own: its speed is that since the row before; CleanRL's is since the start."""
+    config.setdefault("script", script_of(folder, config["env_id"]))
+    none = pd.DataFrame(columns=["global_step", "return"])
+    evaluations = (none if evaluations is None else evaluations)[["global_step", "return"]].astype(float)
+    progress = none[["global_step"]] if progress is None else progress.drop(columns="run", errors="ignore")
+    progress = progress.astype({"global_step": float}).reset_index(drop=True)
+    if len(progress):  # a column of a grid that no row of this run fills
+        progress = progress.dropna(axis="columns", how="all")
+    if SPS in progress:
+        steps, speed = progress["global_step"], progress[SPS].bfill().ffill()
+        progress["hours"] = (steps.diff().fillna(steps) / speed).cumsum() if own else steps / speed
+        progress["hours"] /= 3600
+    if evaluations.empty and RETURN not in progress:
+        error(f"{folder} holds neither an evaluation nor a return in training")
+    return Run(folder, config, evaluations, progress)
 
 
 def read_events(folder: Path) -> pd.DataFrame:
@@ -139,36 +190,23 @@ def read_events(folder: Path) -> pd.DataFrame:
 
 def read_run(folder: Path) -> Run:
     """A run folder of a script, of peers.py or of CleanRL."""
-    names = folder.resolve().name.split("__")
-    progress, evaluations = (
-        pd.DataFrame(columns=["global_step"]),
-        pd.DataFrame(columns=["global_step", "return"]),
-    )
+    names, evaluations, progress = folder.resolve().name.split("__"), None, None
     try:
         if own := (folder / "config.json").exists():
             config = json.loads((folder / "config.json").read_text())
-            config.setdefault("script", script_of(folder, config["env_id"]))
         elif len(names) == 4:
             config = {"env_id": names[0], "script": names[1], "seed": int(names[2])}
         else:
             error(f"{folder} has no config.json, nor a name like <env id>__<exp name>__<seed>__<unix time>")
         if (folder / "evaluations.csv").exists():
-            evaluations = pd.read_csv(folder / "evaluations.csv")[["global_step", "return"]].astype(float)
+            evaluations = pd.read_csv(folder / "evaluations.csv")
         if (folder / "progress.csv").exists():
-            progress = pd.read_csv(folder / "progress.csv").dropna(axis="columns", how="all")
-            progress["global_step"] = progress["global_step"].astype(float)
+            progress = pd.read_csv(folder / "progress.csv")
         elif any(folder.glob("events.out.tfevents*")):
             progress = read_events(folder)
-        if SPS in progress:
-            # The scripts log the speed since the row before, CleanRL that since the start.
-            steps, speed = progress["global_step"], progress[SPS].bfill().ffill()
-            progress["hours"] = (steps.diff().fillna(steps) / speed).cumsum() if own else steps / speed
-            progress["hours"] /= 3600
+        return make_run(folder, config, evaluations, progress, own)
     except (OSError, ValueError, KeyError, TypeError) as exception:
         error(f"cannot read the run {folder}: {type(exception).__name__}: {exception}")
-    if evaluations.empty and RETURN not in progress:
-        error(f"{folder} holds neither an evaluation nor a return in training")
-    return Run(folder, config, evaluations, progress)
 
 
 def grid_of(folder: Path, env_id: str) -> Path:
@@ -306,14 +344,12 @@ def published(runs: list[Run]) -> list[dict]:
     return sorted(known, key=lambda reference: reference["value"])
 
 
-def draw_references(ax: Axes, runs: list[Run], label: bool) -> None:
-    known = published(runs)
-    for reference in known:
-        ax.axhline(reference["value"], color="0.3", lw=0.9, ls=":")
-        place = {"xy": (0.01, reference["value"]), "xycoords": ("axes fraction", "data"), "fontsize": 6.5}
-        if label:  # the highest above its line, others below, since two may lie close together
-            text = f"{reference['source']}: {reference['value']:,}"
-            ax.annotate(text, va="bottom" if reference is known[-1] else "top", **place)
+def draw_references(ax: Axes, runs: list[Run]) -> None:
+    """Published returns, each with a pattern of its own. Their names are in the legend, clear of curves."""
+    patterns = ((1, 1), (4, 2), (1, 3), (6, 2, 1, 2))
+    for reference, pattern in zip(published(runs), itertools.cycle(patterns), strict=False):
+        label = f"{reference['source']}: {reference['value']:,}"
+        ax.axhline(reference["value"], color="0.3", lw=0.9, ls=(0, pattern), label=label)
 
 
 def render(figure: Figure, runs: list[Run], footer: str) -> bytes:
@@ -373,7 +409,7 @@ def learning_figure(named: dict[str, list[Run]], axis: str, footer: str) -> byte
                     curve.index, curve[centre], label=f"{name}, {count(named[name], 'seed')}", **line, **one
                 )
                 ax.fill_between(curve.index, low, high, color=line["color"], alpha=0.2, lw=0)
-        draw_references(ax, runs, label=ax is axes[-1])
+        draw_references(ax, runs)
         ax.set_title(title)
         ax.set_xlabel("environment steps" if axis == "steps" else "episodes of training")
         ax.xaxis.set_major_locator(MaxNLocator(5))
@@ -392,10 +428,9 @@ def sweep_figure(lines: dict[str, pd.DataFrame], runs: list[Run], setting: str, 
         ax.plot(curve.index, curve["mean"], marker="o", ms=3, color=COLOURS[i % 7], label=label)
         ax.fill_between(curve.index, curve["low"], curve["high"], color=COLOURS[i % 7], alpha=0.2, lw=0)
         best = curve["mean"].idxmax()
-        ax.plot(best, curve["mean"][best], marker="*", ms=11, color=COLOURS[i % 7])
-        at = (best, curve["high"][best])
-        ax.annotate(f"best: {best:g}", at, (0, 3), textcoords="offset points", ha="center")
-    draw_references(ax, runs, label=True)
+        star = {"marker": "*", "ms": 11, "ls": "", "label": f"best: {best:g}"}
+        ax.plot(best, curve["mean"][best], color=COLOURS[i % 7], **star)
+    draw_references(ax, runs)
     if min(run.config[setting] for run in runs) > 0:
         ax.set_xscale("log")
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
@@ -425,7 +460,7 @@ def duration(hours: list[float]) -> str:
     )
 
 
-def markdown(rows: list[dict[str, str]]) -> list[str]:
+def table(rows: list[dict[str, str]]) -> list[str]:
     """A table, without the columns in which nothing stands."""
     columns = [name for name in rows[0] if any(row[name] not in ("", "-") for row in rows)]
     return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"] + [
@@ -493,6 +528,28 @@ def sweep_line(name: str, curve: pd.DataFrame, env_id: str, setting: str) -> str
     )
 
 
+def improvement_lines(named: dict[str, list[Run]], env_id: str) -> list[str]:
+    """How probable it is that a run of somebody's own script ends above one of a script of algos/."""
+    ours = {path.stem for path in BENCHMARK.parent.glob("algos/*.py")}
+    lines = []
+    for (name, runs), (other, references) in itertools.permutations(named.items(), 2):
+        scripts = [seeds[0].config["script"] for seeds in (runs, references)]
+        if scripts[1] in ours and scripts[0] not in ours and not scripts[0].startswith("sb3_"):
+            pair = runs, references
+            ends = [np.array([[run.mean_returns().iloc[-1]] for run in seeds]) for seeds in pair]
+            np.random.seed(0)  # noqa: NPY002 - see interval
+            estimate, bounds = get_interval_estimates(
+                {"": ends}, lambda x, y: np.array([probability_of_improvement(x, y)]), reps=2000
+            )
+            low, high = bounds[""][:, 0]
+            seeds = " and ".join(count(x, "seed") for x in pair)
+            lines.append(
+                f"- {env_id}: a run of {name} ends above one of {other} with probability "
+                f"**{estimate[''][0]:.2f}** ({low:.2f} to {high:.2f}); {seeds}."
+            )
+    return lines
+
+
 def section(grid: str, runs: list[Run], args: Args) -> tuple[list[str], dict[str, bytes]]:
     """The Markdown lines on one grid, and its figures by file name."""
     toml = BENCHMARK / "grids" / f"{grid}.toml"
@@ -502,7 +559,7 @@ def section(grid: str, runs: list[Run], args: Args) -> tuple[list[str], dict[str
     ]
     folders = ", ".join(sorted({str(grid_of(run.folder, run.config["env_id"])) for run in runs}))
     made = f", by python benchmark/run.py benchmark/grids/{grid}.toml" if text else ""
-    figures, sweeps, finals, times = {}, [], [], []
+    figures, sweeps, finals, times, improvements = {}, [], [], [], []
     for (env_id,), same in group(runs, ["env_id"]).items():
         seeds = group(same, ["seed"])
         source = f"runs: {len(same)} in {folders}, {count(seeds, 'seed')}{made}"
@@ -524,6 +581,7 @@ def section(grid: str, runs: list[Run], args: Args) -> tuple[list[str], dict[str
             named = curves(learning)
             figures[f"{slug}.png"] = learning_figure(named, args.x, footer)
             finals += [final_row(name, seeds, full=True) for name, seeds in named.items()]
+            improvements += improvement_lines(named, env_id)
             threshold = references()["thresholds"].get(env_id) if args.threshold is None else args.threshold
             if threshold is not None:
                 times += [threshold_row(name, seeds, threshold) for name, seeds in named.items()]
@@ -537,10 +595,23 @@ def section(grid: str, runs: list[Run], args: Args) -> tuple[list[str], dict[str
             }
         )
         facts += [f"{name.removeprefix('git_')} {', '.join(values)}"] if values else []
+    analysis = toml.with_suffix(".md")
     parts = [introduction, *([f"![{Path(name).stem}](figures/{name})"] for name in figures)]
-    parts += [sweeps, markdown(finals) if finals else [], markdown(times) if times else []]
+    parts += [analysis.read_text().splitlines() if analysis.exists() else []]
+    parts += [sweeps, improvements, table(finals) if finals else [], table(times) if times else []]
     parts += [["; ".join([f"{count(runs, 'run')} in {folders}{made}", *facts])]]
     return [f"## {grid}", "", *(line for part in parts if part for line in [*part, ""])], figures
+
+
+def html(page: str, figures: dict[str, bytes]) -> str:
+    """The page for a browser, its figures inside."""
+    body = markdown.markdown(page, extensions=["fenced_code", "tables"])
+    for name, png in figures.items():
+        body = body.replace(f"figures/{name}", f"data:image/png;base64,{base64.b64encode(png).decode()}")
+    style = "body { max-width: 70em; margin: auto; font: 15px/1.5 sans-serif } img { max-width: 100% }"
+    style += " td, th { padding: 0.2em 0.8em; text-align: left; border-bottom: 1px solid #ddd }"
+    head = f'<meta charset="utf-8"><title>Results</title><style>{style}</style>'
+    return f"<!doctype html><html><head>{head}</head><body>{body}</body></html>\n"
 
 
 def command(args: Args) -> str:
@@ -551,7 +622,7 @@ def command(args: Args) -> str:
 
 
 def main(args: Args) -> None:
-    runs = [read_run(folder) for folder in find_runs(args.runs, args.out)]
+    runs = read_runs(args.runs, args.out)
     if args.table:
         named = [curves(same) for same in group(runs, ["env_id"]).values()]
         told_apart = any(len(on_one) > 1 for on_one in named)
@@ -560,7 +631,7 @@ def main(args: Args) -> None:
             for on_one in named
             for name, seeds in on_one.items()
         ]
-        print("\n".join(markdown(rows)))
+        print("\n".join(table(rows)))
         return
     matplotlib.rcParams.update(STYLE)
     grids = defaultdict(list)
@@ -575,6 +646,7 @@ def main(args: Args) -> None:
         for name, png in figures.items():
             (args.out / "figures" / name).write_bytes(png)
         (args.out / "README.md").write_text("\n".join(page))
+        (args.out / "report.html").write_text(html("\n".join(page), figures))
     except OSError as exception:
         error(f"cannot write to {args.out}: {exception}")
     print(f"{args.out / 'README.md'}: {count(runs, 'run')}, {count(figures, 'figure')}")

@@ -3,7 +3,7 @@
     python benchmark/run.py benchmark/grids/smoke.toml                     a run for each core at a time
     python benchmark/run.py benchmark/grids/ppo.toml --dry-run             prints the commands
     python benchmark/run.py benchmark/grids/ppo.toml --ray-address auto    on the cluster that this node is of
-    python benchmark/run.py --export runs/RUN benchmark/results/old/RUN    the results of a run of its own
+    python benchmark/run.py --export runs/RUN benchmark/results/old        adds a run of its own to results
 
 The same command goes on with a grid that was interrupted in whatever way: finished runs are skipped, the
 others resumed from their checkpoints. A grid is a TOML file:
@@ -12,17 +12,18 @@ others resumed from their checkpoints. A grid is a TOML file:
     seed = [1, 2, 3]
     greedy = true
     [[runs]]                              # the product of its lists; settings here override the defaults
-    script = "ppo_continuous"             # algos/ppo_continuous.py; "peers" is benchmark/peers.py
+    script = "ppo_continuous"             # of algos/; "peers" is benchmark/peers.py; a path that ends in .py,
+                                          # from the folder of the grid, is a script of your own
     env-id = ["Walker2d-v4", "Hopper-v4"]
     hidden-size = 64                      # all but script are flags of the script: --hidden-size=64
 
-Runs are in runs/<grid>/<run>/, what they print in runs/<grid>/<run>.log, what is kept of the finished ones
-in benchmark/results/<grid>/<run>/: config.json, evaluations.csv and progress.csv, the TensorBoard scalars in
-up to 200 rows. A run has one thread, or as many as its torch-threads says.
+Runs are in runs/<grid>/<run>/, what they print in runs/<grid>/<run>.log. What is kept of the finished ones is
+in benchmark/results/<grid>/, for pandas to read: runs.jsonl, settings and versions, a line for each run;
+evaluations.csv.gz, a row for each episode; progress.csv.gz, the TensorBoard scalars of each run in up to 200
+rows. A run has one thread, or as many as its torch-threads says.
 """
 
 import contextlib
-import csv
 import ctypes
 import fcntl
 import importlib.util
@@ -43,7 +44,7 @@ import time
 import tomllib
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from statistics import fmean
@@ -90,6 +91,9 @@ class Run:
     """every setting of the script, as config.json has them"""
     run_dir: Path
     results: Path
+    """folder of the grid's results"""
+    exported: bool
+    """whether it is in the results"""
     failures: int = 0
     process: "subprocess.Popen | RemoteRun | None" = None
 
@@ -108,7 +112,7 @@ class Run:
         return self.settings.get("torch_threads", 1)
 
     def resumable(self) -> bool:
-        return any((self.run_dir / f"checkpoint.{suffix}").exists() for suffix in ("pt", "npz"))
+        return (self.run_dir / "checkpoint.pt").exists()
 
     def command(self) -> list[str]:
         """The script and its arguments, to start or to go on."""
@@ -172,8 +176,13 @@ def read_grid(path: Path) -> list[dict[str, Any]]:
                 error(f"{path}: {name} is not the grid's to set")
         runs += [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     for run in runs:
-        if (script := run.get("script")) not in SCRIPTS:
-            near = get_close_matches(str(script), SCRIPTS) or sorted(SCRIPTS)
+        script = str(run.get("script"))
+        if script.endswith(".py") and (path.parent / script).is_file():
+            run["script"] = (path.parent / script).resolve()
+        elif script in SCRIPTS:
+            run["script"] = SCRIPTS[script]
+        else:
+            near = get_close_matches(script, SCRIPTS) or sorted(SCRIPTS)
             error(f"{path}: there is no script {script!r}; there is {', '.join(near)}")
     if not runs:
         error(f"{path} holds no runs")
@@ -188,8 +197,10 @@ def script_settings(script: Path) -> list[dict[str, Any]]:
     settings = []
     for command in json.load(sys.stdin):
         args = parse_args(module.Args, command)
-        if hasattr(module, "check_ranges"):
-            module.check_ranges(args)
+        if hasattr(module, "check"):
+            # Whether there is such an environment, or a GPU, is for the machine to say that runs it.
+            module.make_envs = lambda *_: None
+            module.check(replace(args, device="cpu", capture_video=False))
         settings.append(asdict(args))
     return settings
 
@@ -201,55 +212,56 @@ def make_runs(args: Args) -> list[Run]:
         by_script[given.pop("script")].append(given)
     # In processes of their own: this one, which only waits, should not hold in memory what scripts import.
     children = {}
-    for name in by_script:
-        command = [sys.executable, __file__, "--settings", str(SCRIPTS[name])]
+    for script in by_script:
+        command = [sys.executable, __file__, "--settings", str(script)]
         env = os.environ | dict.fromkeys(THREAD_VARIABLES, "1")
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        children[name] = subprocess.Popen(command, **pipes, text=True, env=env)
+        children[script] = subprocess.Popen(command, **pipes, text=True, env=env)
     groups = defaultdict(list)
-    for name, child in children.items():
-        output, complaint = child.communicate(json.dumps([flags(given) for given in by_script[name]]))
+    for script, child in children.items():
+        output, complaint = child.communicate(json.dumps([flags(given) for given in by_script[script]]))
         if child.returncode:
             last = (complaint.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
-            error(f"{args.grid}: {name}: {last.removeprefix('error: ')}")
-        for given, settings in zip(by_script[name], json.loads(output), strict=True):
+            error(f"{args.grid}: {script.stem}: {last.removeprefix('error: ')}")
+        for given, settings in zip(by_script[script], json.loads(output), strict=True):
             if "torch_threads" in settings:
                 given.setdefault("torch-threads", 1)
                 settings["torch_threads"] = given["torch-threads"]
-            groups[name, settings["env_id"]].append((given, settings))
-    runs = {}
+            groups[script, settings["env_id"]].append((given, settings))
+    results = args.results / args.grid.stem
+    runs, exported = {}, read_results(results)
     for (script, env_id), group in groups.items():
         common = set.intersection(*({*flags(given)} for given, _ in group))
         for given, settings in group:
             varying = {key: value for key, value in sorted(given.items()) if key not in ("env-id", "seed")}
             # A peer is what its algorithm is, as a script is, though all of them be the same.
             shown = (x[2:] for x in flags(varying) if x not in common or x.startswith("--algorithm="))
-            parts = [script, env_id, *shown]
+            parts = [script.stem, env_id, *shown]
             name = "__".join(re.sub(r"[^\w.+-]", "-", x) for x in (*parts, f"seed{settings['seed']}"))
             if name in runs:
                 error(f"{args.grid} holds the run {name} twice")
-            run_dir, results = Path("runs", args.grid.stem, name), args.results / args.grid.stem / name
-            runs[name] = Run(name, SCRIPTS[script], given, settings, run_dir, results)
-    for run in runs.values():
-        check_settings(run)
+            run_dir = Path("runs", args.grid.stem, name)
+            runs[name] = Run(name, script, given, settings, run_dir, results, name in exported)
+            check_settings(runs[name], f"{results}: {name}", exported.get(name, {}))
+            with contextlib.suppress(OSError, ValueError):  # none yet, or half of one: a run that was killed
+                check_settings(runs[name], str(run_dir), json.loads((run_dir / "config.json").read_text()))
     return list(runs.values())
 
 
-def check_settings(run: Run) -> None:
+def check_settings(run: Run, where: str, config: dict) -> None:
     """Refuse a run whose folder, or whose results, are of other settings.
 
-    A setting that the script has gained since then is none, unless the grid sets it.
+    Unless the grid sets it, a setting that the script has gained since then is none, nor is the device.
     """
-    for folder in (run.results, run.run_dir):
-        try:
-            config = json.loads((folder / "config.json").read_text())
-        except (OSError, ValueError):  # none yet, or half of one: a run that was killed as it started
-            continue
-        for name, value in run.settings.items():
-            old = config.get(name, None if name.replace("_", "-") in run.given else value)
-            if name not in NOT_SETTINGS and old != value:
-                way_out = "give the grid another name, or remove the folder"
-                error(f"{folder} has {name} {old}, the grid now {value}; {way_out}")
+    config = (
+        config and {"torch_threads": 1} | config
+    )  # before they had it as a setting, scripts had one thread
+    for name, value in run.settings.items() if config else ():
+        given = name.replace("_", "-") in run.given
+        old = config.get(name, None if given else value)
+        if old != value and name not in NOT_SETTINGS and (given or name != "device"):
+            way_out = "give the grid another name, or remove the folder"
+            error(f"{where} has {name} {old}, the grid now {value}; {way_out}")
 
 
 def tail(path: Path, size: int = 4096) -> str:
@@ -287,24 +299,49 @@ def thin_progress(
     ]
 
 
+def read_results(results: Path) -> dict[str, dict]:
+    """The settings and versions of the runs in a grid's results, by their names."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = map(json.loads, (results / "runs.jsonl").read_text().splitlines())
+        return {config.pop("run"): config for config in lines}
+    return {}
+
+
 def export_run(run_dir: Path, results: Path) -> None:
-    """Make the folder `results`, whole or not at all: config.json, evaluations.csv and progress.csv."""
-    if results.exists() or not (run_dir / "evaluations.csv").exists():
-        error(f"{results} is taken" if results.exists() else f"{run_dir} is not a run folder")
-    scalars = read_scalars(run_dir)
-    temporary = results.with_name(f"{results.name}.tmp")
-    temporary.mkdir(parents=True, exist_ok=True)
+    """Add a run to the results of a grid. It is in them once runs.jsonl has it, which is written last."""
+    import pandas as pd
+
+    if not (run_dir / "evaluations.csv").exists():
+        error(f"{run_dir} is not a run folder")
+    scalars, name = read_scalars(run_dir), run_dir.resolve().name
+    progress = pd.DataFrame(thin_progress(scalars), columns=["global_step", *sorted(scalars)])
+    cells = progress.drop(columns="global_step").map(lambda x: "" if math.isnan(x) else f"{x:.6g}")
+    tables = {
+        "evaluations": pd.read_csv(run_dir / "evaluations.csv", dtype=str, keep_default_na=False),
+        "progress": progress[["global_step"]].astype(str).join(cells),
+    }
     # Where the run lay is nobody else's business, and may be an absolute path.
     config = json.loads((run_dir / "config.json").read_text()) | dict.fromkeys(NOT_SETTINGS)
-    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.copyfile(run_dir / "evaluations.csv", temporary / "evaluations.csv")
-    with (temporary / "progress.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("global_step", *sorted(scalars)))
-        for row in thin_progress(scalars):
-            cells = (f"{row[tag]:.6g}" if tag in row else "" for tag in sorted(scalars))
-            writer.writerow((row["global_step"], *cells))
-    temporary.rename(results)
+    results.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(results, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # two runs that end at once are added in turn
+    configs = read_results(results)
+    if name in configs:
+        error(f"{results} has a run {name} already")
+    for table, rows in tables.items():
+        path = results / f"{table}.csv.gz"
+        rows.insert(0, "run", name)
+        if path.exists():
+            old = pd.read_csv(path, dtype=str, keep_default_na=False)
+            rows = pd.concat([old[old["run"] != name], rows]).fillna("").sort_values("run", kind="stable")
+        if table == "progress":  # the tags of one script are not those of another
+            rows = rows[["run", "global_step", *sorted(set(rows) - {"run", "global_step"})]]
+        packed = {"method": "gzip", "mtime": 0}
+        rows.to_csv(path.with_suffix(".tmp"), index=False, lineterminator="\n", compression=packed)
+        os.replace(path.with_suffix(".tmp"), path)
+    lines = [json.dumps({"run": n} | c) for n, c in sorted((configs | {name: config}).items())]
+    (results / "runs.tmp").write_text("\n".join(lines) + "\n")
+    os.replace(results / "runs.tmp", results / "runs.jsonl")
 
 
 def start_process(
@@ -346,7 +383,7 @@ def run_grid(
     runs: list[Run], args: Args, start: Callable[[Run], Any], capacity: Callable[[], int]
 ) -> tuple[list[Run], list[int]]:
     """Run what is not finished, `capacity` at a time; returns what failed, and the signals that ended it."""
-    waiting, running, failed, interrupts = deque(r for r in runs if not r.results.exists()), [], [], []
+    waiting, running, failed, interrupts = deque(run for run in runs if not run.exported), [], [], []
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda number, _: interrupts.append(number))
     tty, reported, passed_on = sys.stderr.isatty(), time.monotonic(), 0
@@ -371,7 +408,9 @@ def run_grid(
         for run in [run for run in running if run.process.poll() is not None]:
             running.remove(run)
             status = run.process.returncode
-            if status == 0 and not run.results.exists():
+            if status == 0 and run.completed.exists():
+                run.exported = True
+            elif status == 0:
                 run.completed.touch()
                 waiting.appendleft(run)  # to be exported
             elif status and interrupts:
@@ -467,9 +506,11 @@ class RemoteRun:
     def __init__(self, run: Run, node: Any):
         if run.run_dir.exists() and not run.resumable():
             shutil.rmtree(run.run_dir)
-        # All scripts, since peers.py imports some of the others.
-        scripts = {str(path.relative_to(BENCHMARK.parent)): path.read_bytes() for path in SCRIPTS.values()}
-        command = [str(run.script.relative_to(BENCHMARK.parent)), *run.command()[1:]]
+        # All scripts, since peers.py imports some of the others; beside them one from elsewhere.
+        paths = {str(path.relative_to(BENCHMARK.parent)): path for path in SCRIPTS.values()}
+        name = next((name for name, path in paths.items() if path == run.script), run.script.name)
+        scripts = {name: path.read_bytes() for name, path in (paths | {name: run.script}).items()}
+        command = [name, *run.command()[1:]]
         # As much of a repository as tells a script there, which writes it down, the commit that it is of.
         git = "git rev-parse --verify --quiet HEAD"  # through a shell, since there may be no git
         commit = subprocess.run(git, shell=True, cwd=BENCHMARK, capture_output=True).stdout
@@ -535,7 +576,7 @@ def main() -> None:
     runs = make_runs(args)
     if args.dry_run:
         for run in runs:
-            if not run.results.exists() and not run.completed.exists():
+            if not run.exported and not run.completed.exists():
                 threads = [f"{name}={run.threads}" for name in THREAD_VARIABLES]
                 print(*threads, shlex.join([sys.executable, *run.command()]))
         return
@@ -550,7 +591,7 @@ def main() -> None:
     seconds, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     cores = (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / seconds
     megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    finished, results = sum(run.results.exists() for run in runs), args.results / args.grid.stem
+    finished, results = sum(run.exported for run in runs), args.results / args.grid.stem
     print(f"{finished} of {len(runs)} runs done, {len(failed)} failed; results in {results}")
     print(f"{seconds:.0f} s, {cores:.2f} cores here busy with runs, the runner took {megabytes:.0f} MB")
     if interrupts:

@@ -44,7 +44,7 @@ def write_events(folder, **columns: list[float]):
 @pytest.fixture
 def runs(report, tmp_path):
     """Reads the runs below a folder of tmp_path."""
-    return lambda name: [report.read_run(f) for f in report.find_runs([tmp_path / name], tmp_path / "out")]
+    return lambda name: report.read_runs([tmp_path / name], tmp_path / "out")
 
 
 @pytest.fixture
@@ -251,9 +251,9 @@ def test_figures_beside_the_grids_are_no_runs(report, tmp_path):
     write_run(tmp_path / "results/a/1", {1: [1]})
     (tmp_path / "results/figures").mkdir()
     paths = [tmp_path / "results/a", tmp_path / "results/figures"]
-    assert len(report.find_runs(paths, tmp_path / "results")) == 1
+    assert len(report.read_runs(paths, tmp_path / "results")) == 1
     with pytest.raises(SystemExit):
-        report.find_runs(paths, tmp_path / "elsewhere")
+        report.read_runs(paths, tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize(

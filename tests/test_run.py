@@ -2,6 +2,7 @@
 
 import csv
 import fcntl
+import gzip
 import json
 import os
 import re
@@ -13,9 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from conftest import REPOSITORY, contents, run_python
+import torch
+from conftest import REPOSITORY, assert_same, contents, run_python
 
 RUN = REPOSITORY / "benchmark" / "run.py"
 TINY = """
@@ -71,35 +72,34 @@ def in_the_middle(grid: str = "grid", runs: int = 1) -> bool:
     """So many runs have a checkpoint later than their first, and none has ended."""
     folders = list(Path("runs", grid).glob("*/"))
     assert not any((folder / "completed").exists() for folder in folders)
-    paths = [folder / "checkpoint.npz" for folder in folders]
-    return sum(path.exists() and read_table(path)[1]["global_step"] > 0 for path in paths) >= runs
+    paths = [folder / "checkpoint.pt" for folder in folders]
+    return sum(path.exists() and read_checkpoint(path)["global_step"] > 0 for path in paths) >= runs
 
 
-def read_table(path: Path) -> tuple[bytes, dict]:
-    """A checkpoint's arrays, and what else it tells but for the arguments, which name folders."""
-    with np.load(path) as file:
-        return file["q"].tobytes() + file["visits"].tobytes(), json.loads(str(file["facts"])) | {"args": None}
+def read_checkpoint(path: Path) -> dict:
+    return torch.load(path, weights_only=True)
 
 
-def outcome(results: Path) -> dict:
-    """All that a run says of itself but for where it ran, and how fast."""
-    with (results / "progress.csv").open() as file:
+def exported(grid: str = "grid") -> list[str]:
+    """Names of the runs in a grid's results."""
+    path = Path("results", grid, "runs.jsonl")
+    return [json.loads(line)["run"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def outcome(results: Path) -> tuple:
+    """All that a grid's results say of its runs but for how fast they were."""
+    with gzip.open(results / "progress.csv.gz", "rt") as file:
         progress = [{k: v for k, v in row.items() if k != "charts/SPS"} for row in csv.DictReader(file)]
-    return {
-        "config": (results / "config.json").read_text(),
-        "evaluations": (results / "evaluations.csv").read_text(),
-        "progress": progress,
-    }
+    with gzip.open(results / "evaluations.csv.gz") as file:
+        return (results / "runs.jsonl").read_text(), file.read(), progress
 
 
 def assert_same_grids(grid: str, reference: str, runs: int) -> None:
-    names = sorted(path.name for path in Path("results", reference).iterdir())
+    names = exported(reference)
     assert len(names) == runs
-    assert sorted(path.name for path in Path("results", grid).iterdir()) == names
+    assert outcome(Path("results", grid)) == outcome(Path("results", reference))
     for name in names:
-        assert outcome(Path("results", grid, name)) == outcome(Path("results", reference, name))
-        ours, theirs = (read_table(Path("runs", g, name, "checkpoint.npz")) for g in (grid, reference))
-        assert ours == theirs
+        assert_same(*(read_checkpoint(Path("runs", g, name, "checkpoint.pt")) for g in (grid, reference)))
 
 
 def resumed(grid: str = "grid") -> list[str]:
@@ -162,7 +162,7 @@ def test_interrupted_grid_saves_and_prints_the_command_that_goes_on(signum):
     command = re.search(r"to go on: python (.*)", output)[1]
     done = subprocess.run(f"{shlex.quote(sys.executable)} {command}", shell=True, capture_output=True)
     assert done.returncode == 0, done.stderr
-    assert len(list(Path("results/grid").iterdir())) == 2
+    assert len(exported()) == 2
     assert resumed()
 
 
@@ -183,14 +183,14 @@ def test_finished_runs_are_skipped(tmp_path):
     for name, (modified, content) in written.items():
         if name.startswith("results") and Path(name).is_file():
             assert Path(name).read_bytes() == content
-        if Path(name).suffix == ".npz":
+        if Path(name).suffix == ".pt":
             assert Path(name).stat().st_mtime_ns == modified
 
 
 def test_run_that_fails_is_retried_and_reported_and_the_others_go_on():
     grid = TINY + '[[runs]]\n[[runs]]\nseed = 1\nenv-id = "NoSuch-v1"'
     failed = run_grid(grid, "--retries", "1", status=1)
-    assert len(list(Path("results/grid").iterdir())) == 2
+    assert len(exported()) == 2
     log = Path("runs/grid/qlearning_tabular__NoSuch-v1__seed1.log")
     assert log.read_text().count("error: cannot make --env-id NoSuch-v1") == 2
     assert "retry 1 of 1" in failed.stderr
