@@ -183,7 +183,7 @@ def read_grid(path: Path) -> list[dict[str, Any]]:
             run["script"] = SCRIPTS[script]
         else:
             near = get_close_matches(script, SCRIPTS) or sorted(SCRIPTS)
-            error(f"{path}: there is no script {script!r}; there is {', '.join(near)}")
+            error(f"{path}: there is no script {run.get('script')!r}; there is {', '.join(near)}")
     if not runs:
         error(f"{path} holds no runs")
     return runs
@@ -253,9 +253,7 @@ def check_settings(run: Run, where: str, config: dict) -> None:
 
     Unless the grid sets it, a setting that the script has gained since then is none, nor is the device.
     """
-    config = (
-        config and {"torch_threads": 1} | config
-    )  # before they had it as a setting, scripts had one thread
+    config = config and {"torch_threads": 1} | config  # what has no such setting has one thread
     for name, value in run.settings.items() if config else ():
         given = name.replace("_", "-") in run.given
         old = config.get(name, None if given else value)
