@@ -197,6 +197,7 @@ class ReplayBuffer:
 
     def write(self, rows: Tensor, added: int) -> None:
         """Write rows, the last of which is number `added` of all that were ever written."""
+        rows = rows[-self.capacity :]
         self.rows[torch.arange(added - len(rows), added) % self.capacity] = rows.to(self.rows.device)
         self.added = added
 
@@ -605,6 +606,8 @@ class Run:
             state = load(self.folder / "checkpoint.pt", args, **parts)
             self.global_step, self.episodes = state["global_step"], state["episodes"]
             self.recent.extend(state["recent"])
+            if "buffer" in parts:
+                self.restore_rows(parts["buffer"])
         elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             error(f"{self.folder} is taken; if it is a run, this goes on with it: --resume {self.folder}")
         self.over = self.progress >= 1
@@ -613,11 +616,6 @@ class Run:
             signal.signal(signum, lambda number, _: self.interrupts.append(number))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for end, path in self.row_files().items():
-                if end <= state["buffer"]["added"]:
-                    parts["buffer"].write(torch.load(path)["rows"], end)
-                else:  # the run was killed before the checkpoint of these rows
-                    path.unlink()
             if not args.resume:
                 self.save()
             self.open_logs()
@@ -768,6 +766,23 @@ class Run:
         """Files of a replay buffer's rows in order, by the number of rows added up to the end of each."""
         files = {int(path.stem.removeprefix("rows_")): path for path in self.folder.glob("rows_*.pt")}
         return dict(sorted(files.items()))
+
+    def restore_rows(self, buffer: Any) -> None:
+        """Give a replay buffer its rows; refuses a run of which some are damaged or missing."""
+        added, covered = buffer.added, max(0, buffer.added - buffer.capacity)
+        for end, path in self.row_files().items():
+            if end > added:  # the run was killed before the checkpoint of these rows
+                path.unlink()
+                continue
+            try:
+                rows = torch.load(path)["rows"]
+                buffer.write(rows, end)
+            except Exception as exception:  # torch.load raises many kinds
+                error(f"{path} is damaged: {str(exception).partition('. ')[0]}")
+            if end - len(rows) <= covered:
+                covered = max(covered, end)
+        if covered < added:
+            error(f"{self.folder} lacks rows_*.pt, files of the replay buffer, after row {covered}")
 
     def fail(self, what: str, step: int) -> NoReturn:
         """End a run that cannot go on: one line, exit status 1."""

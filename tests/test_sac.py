@@ -630,3 +630,16 @@ def test_number_that_no_field_takes(sac, refusal):
         values = ("nan", "inf", "-inf") if "float" in kind else ("-1",) if "int" in kind else ()
         for value in (*values, "0") if field.name in positive.split() else values:
             assert flag in refusal(flag, value)
+
+
+DAMAGES = {"damaged": lambda path: path.write_bytes(b"half"), "missing": lambda path: path.unlink()}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_rows_that_are_damaged_or_missing(refusal, damage):
+    """In a file that was overwritten in part, and in the last."""
+    for path in (min(Path("run").glob("rows_*.pt")), max(Path("run").glob("rows_*.pt"))):
+        content = path.read_bytes()
+        DAMAGES[damage](path)
+        assert "rows_" in refusal("--resume", "run")
+        path.write_bytes(content)
