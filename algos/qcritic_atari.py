@@ -528,7 +528,8 @@ def load(path: Path, args: Args | None = None, **parts: Any) -> dict:
     Refuses what is no such state or does not fit. Nothing in the file is run as code.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # the error says what matters of them
+            state = torch.load(path, map_location="cpu", weights_only=True)
         if state["script"] != SCRIPT:
             error(f"{path} is of {state['script']}, not of {SCRIPT}")
         state["args"] = Args(**state["args"])
@@ -571,6 +572,8 @@ class Run:
             error("--run-dir has no meaning beside --resume, which goes on in the folder that it names")
         if args.resume:
             state = load(self.folder / "checkpoint.pt", args, **parts)
+            for missing in {"global_step", "episodes", "recent"} - state.keys():
+                error(f"{self.folder / 'checkpoint.pt'} is damaged or not a checkpoint: it has no {missing}")
             self.global_step, self.episodes = state["global_step"], state["episodes"]
             self.recent.extend(state["recent"])
             if "buffer" in parts:
@@ -601,7 +604,8 @@ class Run:
         write(self.folder / "config.json", json.dumps(config, indent=2, default=str).encode() + b"\n")
         self.evaluations = self.folder / "evaluations.csv"
         rows = self.evaluations.read_text().splitlines(True)[1:] if self.evaluations.exists() else []
-        rows = [row for row in rows if int(row.partition(",")[0]) <= self.global_step]
+        # What a full disk cut off has no end of line.
+        rows = [row for row in rows if row.endswith("\n") and int(row.partition(",")[0]) <= self.global_step]
         write(self.evaluations, "".join(["global_step,episode,return,length\n", *rows]).encode())
         if self.args.track:
             import wandb

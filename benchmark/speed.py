@@ -44,14 +44,14 @@ ALGOS = Path(__file__).resolve().parents[1] / "algos"
 class Contest:
     """What is run, and against what."""
 
-    env_ids: tuple[str, ...]
-    threads: int
     settings: dict[str, float]
     """flags of the script, with which the peer agrees"""
     parts: dict[str, tuple[str, ...]]
     """functions as seen from the script, by what they do; f(): what f returns; "- x": of the part above"""
     variants: tuple[str, ...] = ("",)
     """flags of each contender beside those"""
+    env_ids: tuple[str, ...] = ("HalfCheetah-v4",)
+    threads: int = 1
     has_peer: bool = True
 
 
@@ -68,39 +68,27 @@ ATARI = Contest(
     variants=("", "--bf16"),
 )
 MUJOCO = {"environment": ("gym.vector.SyncVectorEnv.step",), "- mj_step alone": ("gym.mujoco.mj_step",)}
+ADAM = {"Adam": ("torch.optim.Adam.step",)}
 CONTESTS = {
     "ppo_continuous": Contest(
-        env_ids=("HalfCheetah-v4",),
-        threads=1,
         settings={"num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "update_epochs": 10}
         | {"hidden_size": 64, "total_timesteps": 9 * 2048},
-        parts=MUJOCO
-        | {
-            "policy": ("numpy_actor()",),
-            "gradient": ("ppo_gradient",),
-            "Adam": ("torch.optim.Adam.step",),
-        },
+        parts=MUJOCO | {"policy": ("numpy_actor()",), "gradient": ("ppo_gradient",)} | ADAM,
         variants=("", "--compile"),
     ),
     "sac_continuous": Contest(
-        env_ids=("HalfCheetah-v4",),
-        threads=1,
         settings={"num_envs": 1, "batch_size": 256, "hidden_size": 256}
         | {"learning_starts": 1000, "total_timesteps": 6000},
         parts=MUJOCO
-        | {
-            "replay buffer": ("ReplayBuffer.add", "ReplayBuffer.sample"),
-            "gradient of the critics": ("critic_gradient",),
-            "gradient of the policy": ("actor_gradient",),
-            "Adam": ("torch.optim.Adam.step",),
-        },
+        | {"replay buffer": ("ReplayBuffer.add", "ReplayBuffer.sample")}
+        | {"gradient of the critics": ("critic_gradient",), "gradient of the policy": ("actor_gradient",)}
+        | ADAM,
         variants=("", "--compile", "--compile --bf16"),
     ),
     "a2c_atari": ATARI,
     "qcritic_atari": ATARI,  # its peer too
     "reinforce_cartpole": Contest(
         env_ids=("CartPole-v1",),
-        threads=1,
         settings={"total_episodes": 2000},
         parts={
             "environments": ("gym.vector.SyncVectorEnv.step",),
@@ -111,7 +99,6 @@ CONTESTS = {
     ),
     "qlearning_tabular": Contest(
         env_ids=("FrozenLake-v1", "Blackjack-v1"),
-        threads=1,
         settings={"total_timesteps": 200_000},
         parts={"environment": ("gym.wrappers.TimeLimit.step", "gym.wrappers.TimeLimit.reset")},
         has_peer=False,

@@ -164,6 +164,16 @@ def test_interrupted_run_saves_and_prints_the_command_that_finishes_it(tmp_path,
     assert final["global_step"] == total
 
 
+def test_row_that_a_full_disk_cut_off_is_dropped(ppo, train, monkeypatch):
+    train(total_timesteps=256)
+    with Path("run/evaluations.csv").open("a") as file:
+        file.write("25")
+    monkeypatch.setattr(sys, "argv", ["ppo_continuous.py", "--resume", "run", "--total-timesteps", "512"])
+    ppo.main()
+    rows = [row.split(",") for row in Path("run/evaluations.csv").read_text().splitlines()[1:]]
+    assert [row[0] for row in rows] == ["256"] * 3 + ["384"] * 3 + ["512"] * 3
+
+
 def test_resumed_run_takes_new_settings_from_flags(ppo, train, monkeypatch):
     train(total_timesteps=256)
     arguments = ["--resume", "run", "--total-timesteps", "512", "--ent-coef", "0.5"]
