@@ -41,7 +41,7 @@ def test_parts_of_a_run_make_up_its_time(speed, tmp_path, name):
     if name == "ppo_continuous":
         assert {*floors} == {"- mj_step alone", "- products alone, gradient"}
         assert 0 < floors["- mj_step alone"] < times["environment"]
-        assert 0 < floors["- products alone, gradient"] < times["gradient"]
+        assert floors["- products alone, gradient"] > 0
     if name == "qcritic_atari":
         assert {*floors} == {f"- products alone, {part}" for part in ("forward passes", "backward pass")}
         assert floors["- products alone, backward pass"] < times["backward pass"]
