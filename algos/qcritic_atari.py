@@ -682,10 +682,8 @@ class Run:
             latest = [*self.recent, *self.ended][-max(len(self.ended), getattr(self.args, "num_envs", 1)) :]
             self.recent.extend(self.ended)
             means["charts/episodic_return"], means["charts/episodic_length"] = np.mean(latest, axis=0)
-            means["charts/episodic_return_min"], means["charts/episodic_return_max"] = (
-                min(latest)[0],
-                max(latest)[0],
-            )
+            means["charts/episodic_return_min"] = min(latest)[0]
+            means["charts/episodic_return_max"] = max(latest)[0]
             means["charts/return_mean_100"], _ = np.mean(self.recent, axis=0)
         self.show(means)
         self.pending, self.ended, self.seconds = [], [], 0.0
@@ -710,9 +708,8 @@ class Run:
         with self.evaluations.open("a") as file:
             file.writelines(f"{step},{i},{episode_return},{length}\n" for i, (episode_return, length) in rows)
         mean, _, stderr = spread(returns)
-        self.show(
-            {"eval/return_mean": mean, "eval/return_stderr": stderr, "eval/length_mean": lengths.mean()}
-        )
+        scalars = {"eval/return_mean": mean, "eval/return_stderr": stderr}
+        self.show(scalars | {"eval/length_mean": lengths.mean()})
         say = tqdm.write if sys.stderr.isatty() else print  # tqdm's draws the bar anew below the line
         say(f"step {step}: evaluation return {mean:.5g} +- {stderr:.3g}")
         return mean
@@ -767,10 +764,8 @@ def play(args: Args) -> None:
     agent = make_agent(args, envs)
     load(args.evaluate, args, agent=agent)
     policy = make_policy(args, agent, envs.single_action_space)
-    video = Path(
-        "videos", args.evaluate.resolve().parent.name, "greedy.mp4" if args.greedy else "sampled.mp4"
-    )
-    video = video if args.capture_video else None
+    name = Path(args.evaluate.resolve().parent.name, "greedy.mp4" if args.greedy else "sampled.mp4")
+    video = "videos" / name if args.capture_video else None
     returns, lengths = evaluate(policy, envs, args.eval_episodes, args.seed, video)
     for i, (episode_return, length) in enumerate(zip(returns, lengths, strict=True)):
         print(f"episode {i}: return {episode_return:.2f}, length {length}")
@@ -787,9 +782,8 @@ def main() -> None:
         own = {name: getattr(Args, name) for name in own}
         args = replace(tyro.cli(Args, default=replace(load(path)["args"], **own)), evaluate=path)
     elif args.resume:
-        args = tyro.cli(
-            Args, default=replace(load(args.resume / "checkpoint.pt")["args"], resume=args.resume)
-        )
+        saved = load(args.resume / "checkpoint.pt")["args"]
+        args = tyro.cli(Args, default=replace(saved, resume=args.resume))
     check(args)
     play(args) if args.evaluate else train(args)
 
