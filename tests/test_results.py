@@ -4,8 +4,9 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
-from conftest import REPOSITORY, run_script
+from conftest import REPOSITORY, load_script, run_script
 
 RESULTS = REPOSITORY / "benchmark" / "results"
 
@@ -15,6 +16,55 @@ def test_table_in_the_readme_is_the_report_of_the_committed_evaluations():
     report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     readme = (REPOSITORY / "README.md").read_text()
     assert re.search(r"<!-- report -->\n(.*)<!-- end of report -->", readme, re.DOTALL)[1] == report
+
+
+def runs(grid: str, **settings) -> list:
+    """The runs of a grid with these settings, as report.py reads them."""
+    report = load_script("report", REPOSITORY / "benchmark")
+    return [run for run in report.read_results(RESULTS / grid) if settings.items() <= run.config.items()]
+
+
+def ends(runs: list) -> np.ndarray:
+    """Step and mean return of each run's last evaluation, (runs, 2)."""
+    return np.array([[run.mean_returns().index[-1], run.mean_returns().iloc[-1]] for run in runs])
+
+
+def final_return(runs: list, decimals: int) -> str:
+    returns = ends(runs)[:, 1]
+    stderr = returns.std(ddof=1) / np.sqrt(len(returns))
+    return f"{returns.mean():,.{decimals}f} ± {stderr:,.{decimals}f}"
+
+
+def steps_to_18(runs: list) -> str:
+    steps, returns = ends(runs).T
+    assert (returns > 18).all()
+    least, most = (f"{step / 1e6:.2f}".removesuffix("0") for step in (steps.min(), steps.max()))
+    return f"past 18 after {least}M to {most}M steps ({len(runs)} runs)"
+
+
+def episodes_to_500(runs: list) -> str:
+    first = [(run, run.mean_returns()) for run in runs]
+    first = [(run, means.index[means == 500][0]) for run, means in first if (means == 500).any()]
+    episodes = [run.at("charts/episodes", step) for run, step in first]
+    least, most = min(episodes), max(episodes)
+    return f"500 in {len(first)} of {len(runs)} seeds, first after {least:.0f} to {most:.0f} episodes"
+
+
+def test_headlines_of_the_readme_are_those_of_all_committed_runs():
+    cheetah = runs("ppo", script="ppo_continuous", env_id="HalfCheetah-v4")
+    a2c = [run for grid in ("a2c", "pong") for run in runs(grid, script="a2c_atari")]
+    a2c = [run for run in a2c if run.config["env_id"].startswith("Pong")]
+    lake = runs("qlearning", env_id="FrozenLake-v1", map_name=None)
+    headlines = {
+        "ppo_continuous": f"HalfCheetah-v4, 1M steps: {final_return(cheetah, 0)}",
+        "a2c_atari": f"Pong: {steps_to_18(a2c)}",
+        "qcritic_atari": f"Pong: {steps_to_18(runs('pong', script='qcritic_atari'))}",
+        "reinforce_cartpole": f"CartPole-v1: {episodes_to_500(runs('reinforce', estimator='baseline'))}",
+        "qlearning_tabular": f"FrozenLake-v1: {final_return(lake, 3)}",
+    }
+    readme = (REPOSITORY / "README.md").read_text()
+    shown = dict(re.findall(r"(?m)^\| \[`(\w+)\.py`\].*?\|.*?\| (.*?) \|", readme))
+    assert {script: shown[script] for script in headlines} == headlines
 
 
 def test_committed_cheetah_runs(tmp_path):
