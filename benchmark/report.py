@@ -12,7 +12,8 @@ evaluations.csv.gz, progress.csv.gz), run folders (config.json, evaluations.csv,
 events alone in a folder that CleanRL named, <env id>__<exp name>__<seed>__<unix time>. The runs of a grid, or
 in one folder, make a section of the page, those on one environment a figure, those of one script with the
 same settings, whatever their seed, a curve. Where one numeric setting has three values or more, the figure
-shows what the runs end with against it.
+shows what the runs end with against it. A grid whose file says `beside = ["ppo"]` has the curves of that
+other grid in its figures too, over steps and over hours.
 
 A run ends with its last evaluation, or without any with its last 100 episodes of training. references.toml
 has the published returns that stand beside it.
@@ -51,6 +52,11 @@ from scipy.stats import trim_mean
 BENCHMARK = Path(__file__).resolve().parent
 TAGS = ("charts/episodes", "charts/episodic_return", "charts/return_mean_100", "charts/SPS")
 EPISODES, RETURN, RECENT, SPS = TAGS
+AXES = {
+    "steps": ("global_step", "environment steps"),
+    "episodes": (EPISODES, "episodes of training"),
+    "hours": ("hours", "hours of training, without evaluations"),
+}
 VERSIONS = ("python", "gymnasium", "mujoco", "ale-py", "numpy", "torch", "stable-baselines3")
 # What config.json holds beside the settings that make one curve another.
 NOT_SETTINGS = {"script", "env_id", "seed", "run_dir", "resume", "evaluate", "device", "torch_threads"}
@@ -80,7 +86,7 @@ class Args:
     """folder that README.md, figures/ and report.html are written to"""
     table: bool = False
     """only print the table of what the runs end with"""
-    x: Literal["auto", "steps", "episodes"] = "auto"
+    x: Literal["auto", "steps", "episodes", "hours"] = "auto"
     """horizontal axis of learning curves (auto: episodes where --total-episodes limits a run, else steps)"""
     threshold: float | None = None
     """mean return to tell the time to (default: that of the environment in references.toml)"""
@@ -95,6 +101,8 @@ class Run:
 
     def at(self, column: str, steps: np.ndarray) -> np.ndarray:
         """A column of progress, interpolated at environment steps; NaN where the run does not tell."""
+        if column == "global_step":
+            return steps
         if column not in self.progress:
             return np.full(len(steps), np.nan)
         known = self.progress.dropna(subset=[column])
@@ -286,7 +294,7 @@ def evaluation_curve(runs: list[Run], axis: str) -> pd.DataFrame:
     """
     evaluations = [list(run.evaluations.groupby("global_step")["return"]) for run in runs]
     steps = [np.array([step for step, _ in evaluation]) for evaluation in evaluations]
-    xs = steps if axis == "steps" else [r.at(EPISODES, s) for r, s in zip(runs, steps, strict=True)]
+    xs = [run.at(AXES[axis][0], s) for run, s in zip(runs, steps, strict=True)]
     going = [x[-1] for x, run in zip(xs, runs, strict=True) if not run.solved()]
     first, last = max(x[0] for x in xs), min(going) if going else max(x[-1] for x in xs)
     grid = np.unique(np.concatenate([x[(x >= first) & (x <= last)] for x in xs]))
@@ -307,9 +315,8 @@ def evaluation_curve(runs: list[Run], axis: str) -> pd.DataFrame:
 def training_curve(runs: list[Run], axis: str, bins: int = 50) -> pd.DataFrame:
     """mean and stderr over runs of the return in training, averaged in bins of x, as far as all go."""
     rows = [run.progress.dropna(subset=[RETURN]) for run in runs]
-    xs = [row["global_step"].to_numpy() for row in rows]
-    if axis == "episodes":
-        xs = [run.at(EPISODES, x) for run, x in zip(runs, xs, strict=True)]
+    steps = [row["global_step"].to_numpy() for row in rows]
+    xs = [run.at(AXES[axis][0], s) for run, s in zip(runs, steps, strict=True)]
     edges = np.linspace(0, min(x[-1] for x in xs), bins + 1)
     binned = [
         row[RETURN].groupby(pd.cut(x, edges, labels=False)).mean() for row, x in zip(rows, xs, strict=True)
@@ -344,11 +351,24 @@ def published(runs: list[Run]) -> list[dict]:
     return sorted(known, key=lambda reference: reference["value"])
 
 
+def published_line(runs: list[Run], env_id: str) -> list[str]:
+    """The references for an environment in words, if there are any."""
+    words = [
+        f"{r['source']} {r['value']:,}"
+        + (f" ± {r['spread']:,}" if "spread" in r else "")
+        + (f" ({EngFormatter(sep='')(r['steps'])} steps)" if "steps" in r else "")
+        for r in published(runs)
+    ]
+    return [f"- {env_id}, published: {'; '.join(words)}."] if words else []
+
+
 def draw_references(ax: Axes, runs: list[Run]) -> None:
     """Published returns, each with a pattern of its own. Their names are in the legend, clear of curves."""
-    patterns = ((1, 1), (4, 2), (1, 3), (6, 2, 1, 2))
-    for reference, pattern in zip(published(runs), itertools.cycle(patterns), strict=False):
-        label = f"{reference['source']}: {reference['value']:,}"
+    patterns, known = ((1, 1), (4, 2), (1, 3), (6, 2, 1, 2)), published(runs)
+    several = len({reference["algorithm"] for reference in known}) > 1
+    for reference, pattern in zip(known, itertools.cycle(patterns), strict=False):
+        algorithm = f" {reference['algorithm'].upper()}" if several else ""
+        label = f"{reference['source']}{algorithm}: {reference['value']:,}"
         ax.axhline(reference["value"], color="0.3", lw=0.9, ls=(0, pattern), label=label)
 
 
@@ -378,12 +398,11 @@ def learning_figure(named: dict[str, list[Run]], axis: str, footer: str) -> byte
     if axis == "auto":
         limited = any("total_episodes" in run.config for run in runs)
         axis = "episodes" if limited and all(EPISODES in run.progress for run in runs) else "steps"
-    counted = {n: s for n, s in named.items() if axis == "steps" or all(EPISODES in r.progress for r in s)}
-    training = {
-        n: training_curve(s, axis) for n, s in counted.items() if all(RETURN in r.progress for r in s)
-    }
+    column, label = AXES[axis]
+    told = {n: s for n, s in named.items() if all(column in run.progress for run in s) or axis == "steps"}
+    training = {n: training_curve(s, axis) for n, s in told.items() if all(RETURN in r.progress for r in s)}
     evaluated = {
-        n: evaluation_curve(s, axis) for n, s in counted.items() if not any(r.evaluations.empty for r in s)
+        n: evaluation_curve(s, axis) for n, s in told.items() if not any(r.evaluations.empty for r in s)
     }
     modes = {"greedy " if run.config.get("greedy") else "sampled " for run in runs}
     mode = modes.pop() if len(modes) == 1 else ""
@@ -394,7 +413,7 @@ def learning_figure(named: dict[str, list[Run]], axis: str, footer: str) -> byte
     ]
     panels = [panel for panel in panels if panel[1]]
     if not panels:
-        error(f"{runs[0].folder} and the runs beside it do not tell of {EPISODES}, which --x episodes needs")
+        error(f"{runs[0].folder} and the runs beside it do not tell of {column}, which --x {axis} needs")
 
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
@@ -411,9 +430,13 @@ def learning_figure(named: dict[str, list[Run]], axis: str, footer: str) -> byte
                 ax.fill_between(curve.index, low, high, color=line["color"], alpha=0.2, lw=0)
         draw_references(ax, runs)
         ax.set_title(title)
-        ax.set_xlabel("environment steps" if axis == "steps" else "episodes of training")
-        ax.xaxis.set_major_locator(MaxNLocator(5))
-        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        ax.set_xlabel(label)
+        if axis == "hours":  # of one algorithm minutes, of another hours
+            ax.set_xscale("log")
+            ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        else:
+            ax.xaxis.set_major_locator(MaxNLocator(5))
+            ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes[0].margins(y=0.1)
     axes[0].set_ylabel("return")
     return render(figure, runs, footer)
@@ -469,7 +492,7 @@ def table(rows: list[dict[str, str]]) -> list[str]:
 
 
 def final_row(name: str, runs: list[Run], full: bool) -> dict[str, str]:
-    """What the runs of a curve end with; full: with time, interquartile mean and published returns."""
+    """What the runs of a curve end with; full: with time and interquartile mean."""
     finals = [run.mean_returns() for run in runs]
     steps, means = ([f.index[-1] for f in finals], np.array([f.iloc[-1] for f in finals]))
     show = partial(number, like=np.abs(means).max())
@@ -489,12 +512,6 @@ def final_row(name: str, runs: list[Run], full: bool) -> dict[str, str]:
         middle, low, high = (show(x[0]) for x in interval(means[:, None], iqm))
         row["interquartile mean"] = f"{middle} ({low} to {high})" if len(runs) > 1 else ""
         row["time"] = duration([run.at("hours", [step])[0] for run, step in zip(runs, steps, strict=True)])
-        row["published"] = "; ".join(
-            f"{r['source']} {r['value']:,}"
-            + (f" ± {r['spread']:,}" if "spread" in r else "")
-            + (f" ({EngFormatter(sep='')(r['steps'])} steps)" if "steps" in r else "")
-            for r in published(runs)
-        )
     return row
 
 
@@ -550,16 +567,17 @@ def improvement_lines(named: dict[str, list[Run]], env_id: str) -> list[str]:
     return lines
 
 
-def section(grid: str, runs: list[Run], args: Args) -> tuple[list[str], dict[str, bytes]]:
-    """The Markdown lines on one grid, and its figures by file name."""
-    toml = BENCHMARK / "grids" / f"{grid}.toml"
+def section(grid: str, grids: dict[str, list[Run]], args: Args) -> tuple[list[str], dict[str, bytes]]:
+    """The Markdown lines on one of the grids, and its figures by file name."""
+    runs, toml = grids[grid], BENCHMARK / "grids" / f"{grid}.toml"
     text = toml.read_text().splitlines() if toml.exists() else []
+    beside = tomllib.loads("\n".join(text)).get("beside", [])
     introduction = [
         line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), text)
     ]
     folders = ", ".join(sorted({str(grid_of(run.folder, run.config["env_id"])) for run in runs}))
     made = f", by python benchmark/run.py benchmark/grids/{grid}.toml" if text else ""
-    figures, sweeps, finals, times, improvements = {}, [], [], [], []
+    figures, sweeps, finals, times, improvements, citations = {}, [], [], [], [], []
     for (env_id,), same in group(runs, ["env_id"]).items():
         seeds = group(same, ["seed"])
         source = f"runs: {len(same)} in {folders}, {count(seeds, 'seed')}{made}"
@@ -579,9 +597,14 @@ def section(grid: str, runs: list[Run], args: Args) -> tuple[list[str], dict[str
             sweeps += [sweep_line(name, curve, env_id, setting) for name, curve in lines.items()]
         if learning:
             named = curves(learning)
-            figures[f"{slug}.png"] = learning_figure(named, args.x, footer)
+            near = [run for name in beside for run in grids.get(name, []) if run.config["env_id"] == env_id]
+            drawn = curves([*learning, *near])
+            figures[f"{slug}.png"] = learning_figure(drawn, args.x, footer)
+            if near:
+                figures[f"{slug}-hours.png"] = learning_figure(drawn, "hours", footer)
             finals += [final_row(name, seeds, full=True) for name, seeds in named.items()]
             improvements += improvement_lines(named, env_id)
+            citations += published_line(learning, env_id)
             threshold = references()["thresholds"].get(env_id) if args.threshold is None else args.threshold
             if threshold is not None:
                 times += [threshold_row(name, seeds, threshold) for name, seeds in named.items()]
@@ -598,7 +621,8 @@ def section(grid: str, runs: list[Run], args: Args) -> tuple[list[str], dict[str
     analysis = toml.with_suffix(".md")
     parts = [introduction, *([f"![{Path(name).stem}](figures/{name})"] for name in figures)]
     parts += [analysis.read_text().splitlines() if analysis.exists() else []]
-    parts += [sweeps, improvements, table(finals) if finals else [], table(times) if times else []]
+    parts += [sweeps, improvements, table(finals) if finals else [], citations]
+    parts += [table(times) if times else []]
     parts += [["; ".join([f"{count(runs, 'run')} in {folders}{made}", *facts])]]
     return [f"## {grid}", "", *(line for part in parts if part for line in [*part, ""])], figures
 
@@ -639,7 +663,7 @@ def main(args: Args) -> None:
         grids[grid_of(run.folder, run.config["env_id"]).resolve().name].append(run)
     page, figures = [HEAD, "", "```sh", command(args), "```", ""], {}
     for grid in sorted(grids):
-        lines, drawn = section(grid, grids[grid], args)
+        lines, drawn = section(grid, grids, args)
         page, figures = page + lines, figures | drawn
     try:
         (args.out / "figures").mkdir(parents=True, exist_ok=True)

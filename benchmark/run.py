@@ -161,6 +161,7 @@ def read_grid(path: Path) -> list[dict[str, Any]]:
         grid = tomllib.loads(path.read_text())
     except (OSError, ValueError) as exception:
         error(f"cannot read the grid {path}: {exception}")
+    grid.pop("beside", None)  # is report.py's
     entries = grid.pop("runs", [])
     tables = [grid.pop("defaults", {}), *(entries if isinstance(entries, list) else [entries])]
     if grid or not all(isinstance(table, dict) for table in tables):

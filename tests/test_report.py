@@ -175,8 +175,9 @@ def test_tables_of_a_page(page, tmp_path):
         "5,000 to 6,200",
         "5,733 (5,000 to 6,200)",
         "1.7 h",
-        "CleanRL 1,443 ± 46 (1M steps); SB3 zoo (v3) 5,819 ± 664 (1M steps)",
     ]
+    published = "CleanRL 1,443 ± 46 (1M steps); SB3 zoo (v3) 5,819 ± 664 (1M steps)"
+    assert f"- HalfCheetah-v4, published: {published}.\n" in text
     assert "| HalfCheetah-v4 | ppo_continuous | 5,819 | 2 of 3 seeds | 2,000 | 1.7 h |" in text
     assert "| 5 | 3 of 3 seeds | 1,000 | 33.3 min |" in page("grid", threshold=5)
 
@@ -245,6 +246,52 @@ def test_page_has_a_section_for_each_grid_and_is_the_same_each_time(report, page
     assert [png for _, png in contents(tmp_path / "out/figures").values()] == [
         png for _, png in figures.values()
     ]
+
+
+def test_what_is_said_of_a_grid_and_the_curves_of_another_stand_in_its_section(
+    report, page, tmp_path, monkeypatch
+):
+    progress = [{"global_step": 1000 * n, "charts/SPS": 10} for n in (1, 2)]
+    for grid, script, env_id in (
+        ("a", "sac", "Swimmer-v4"),
+        ("b", "ppo", "Swimmer-v4"),
+        ("b", "ppo", "Ant-v4"),
+    ):
+        returns = {1000: [1], 2000: [2]}
+        folder = tmp_path / f"results/{grid}/{script}__{env_id}"
+        write_run(folder, returns, progress, script=script, env_id=env_id)
+    (tmp_path / "grids").mkdir()
+    (tmp_path / "grids/a.toml").write_text('# Which?\nbeside = ["b"]\n')
+    (tmp_path / "grids/a.md").write_text("Seen: *neither*.\n")
+    drawn, draw = [], report.learning_figure
+    monkeypatch.setattr(report, "learning_figure", lambda *given: drawn.append(given[:2]) or draw(*given))
+    monkeypatch.setattr(report, "BENCHMARK", tmp_path)
+    shutil.copy(REPOSITORY / "benchmark" / "references.toml", tmp_path)
+    text = page("results")
+    figures = [f"![a-Swimmer-v4{x}](figures/a-Swimmer-v4{x}.png)" for x in ("", "-hours")]
+    assert "\n\n".join(["## a", "Which?", *figures, "Seen: *neither*.", "| environment"]) in text
+    assert [(set(named), axis) for named, axis in drawn] == [
+        ({"ppo", "sac"}, "auto"),
+        ({"ppo", "sac"}, "hours"),
+        ({"ppo"}, "auto"),
+        ({"ppo"}, "auto"),
+    ]
+    html = (tmp_path / "out/report.html").read_text()
+    assert html.count('src="data:image/png;base64,iVBOR') == 4
+    assert "figures/" not in html.replace("figure:", "")
+    assert "<em>neither</em>" in html
+
+
+def test_probability_that_ones_own_script_is_better(report, page, tmp_path):
+    """Of 3 x 2 pairs of runs it wins 4 and draws 1."""
+    for script, returns in (("my_ppo", (1, 5, 9)), ("ppo_continuous", (1, 2))):
+        for seed, value in enumerate(returns):
+            write_run(tmp_path / f"grid/{script}{seed}", {1000: [value]}, script=script, seed=seed)
+    text = page("grid")
+    lines = [line for line in text.splitlines() if "with probability" in line]
+    assert len(lines) == 1
+    assert "a run of my_ppo ends above one of ppo_continuous with probability **0.75**" in lines[0]
+    assert "3 seeds and 2 seeds" in lines[0]
 
 
 def test_figures_beside_the_grids_are_no_runs(report, tmp_path):

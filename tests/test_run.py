@@ -265,6 +265,34 @@ torch-threads = 2
     assert all(line.startswith("OMP_NUM_THREADS=2 ") == ("reinforce" in line) for line in lines)
 
 
+def test_script_of_ones_own_beside_the_original():
+    """A changed copy with another flag, named from the grid's folder; the report tells the two apart."""
+    Path("my").mkdir()
+    source = (REPOSITORY / "algos" / "qlearning_tabular.py").read_text()
+    Path("my/careful.py").write_text(source.replace("class Args:\n", "class Args:\n    patience: int = 7\n"))
+    Path("my/grid.toml").write_text(
+        TINY + '[[runs]]\n[[runs]]\nscript = "careful.py"\npatience = 3\n[[runs]]\nscript = "careful.py"'
+    )
+    command = (RUN, "my/grid.toml", "--results", "results")
+    done = run_python(*command, cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    assert [name for name in exported() if name.startswith("careful")] == [
+        f"careful__FrozenLake-v1__{patience}seed{seed}"
+        for patience in ("patience-3__", "")
+        for seed in (1, 2)
+    ]
+    assert read_checkpoint(Path("runs/grid", exported()[0], "checkpoint.pt"))["args"]["patience"] == 3
+    report = REPOSITORY / "benchmark" / "report.py"
+    tables = [run_python(report, folder, "--table", cwd=Path.cwd()) for folder in ("runs", "results")]
+    assert tables[0].stdout == tables[1].stdout
+    for name in ("careful: patience 3", "careful: patience 7", "qlearning_tabular"):
+        assert f"| FrozenLake-v1 | {name} | 2,000 | 2 |" in tables[0].stdout
+    Path("my/grid.toml").write_text(TINY + '[[runs]]\nscript = "careful.py"\npatients = 3')
+    refused = run_python(*command, cwd=Path.cwd())
+    assert refused.returncode == 2
+    assert "patients" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
