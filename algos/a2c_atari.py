@@ -532,6 +532,7 @@ class Run:
         self.args, self.parts, self.log_interval = args, parts, log_interval
         self.global_step, self.episodes, self.recent = 0, 0, deque(maxlen=100)
         self.fresh, self.interrupts, self.pending, self.ended = True, [], [], []
+        self.row_files = []  # by the number of the last row in each
         self.num_streams, self.seconds, self.started = 0, 0.0, time.perf_counter()
         name = f"{args.env_id.replace('/', '-')}__{SCRIPT}__seed{args.seed}__{int(time.time())}"
         self.folder = args.resume or args.run_dir or Path("runs", name)
@@ -539,12 +540,13 @@ class Run:
             error("--run-dir has no meaning beside --resume, which goes on in the folder that it names")
         if args.resume:
             state = load(self.folder / "checkpoint.pt", args, **parts)
-            for missing in {"global_step", "episodes", "recent"} - state.keys():
+            for missing in {"global_step", "episodes", "recent", "row_files"} - state.keys():
                 error(f"{self.folder / 'checkpoint.pt'} is damaged or not a checkpoint: it has no {missing}")
             self.global_step, self.episodes = state["global_step"], state["episodes"]
             self.recent.extend(state["recent"])
-            if "buffer" in parts:
-                self.restore_rows(parts["buffer"])
+            self.row_files = state["row_files"]
+            for end in self.row_files:
+                parts["buffer"].write(load(self.folder / f"rows_{end}.pt")["rows"], end)
         elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             error(f"{self.folder} is taken; if it is a run, this goes on with it: --resume {self.folder}")
         self.over = self.progress >= 1
@@ -686,38 +688,17 @@ class Run:
         settings = {k: v for k, v in asdict(self.args).items() if not isinstance(v, Path)}
         state = {"script": SCRIPT, "args": settings, "global_step": self.global_step}
         write(self.folder / "model.pt", state | {"agent": self.parts["agent"].state_dict()})
-        buffer, files = self.parts.get("buffer"), self.row_files()
-        if buffer and buffer.added > max(files, default=0):
-            rows = buffer.rows_since(max(files, default=0))
-            write(self.folder / f"rows_{buffer.added}.pt", {"rows": rows})
+        if (buffer := self.parts.get("buffer")) and buffer.added:
+            rows = buffer.rows_since(max(self.row_files, default=0))
+            write(self.folder / f"rows_{buffer.added}.pt", state | {"rows": rows})
+            kept = [end for end in self.row_files if end > buffer.added - buffer.capacity]
+            self.row_files = [*kept, buffer.added]
         state |= {name: part.state_dict() for name, part in self.parts.items()}
-        state |= {"episodes": self.episodes, "recent": list(self.recent)}
+        state |= {"episodes": self.episodes, "recent": list(self.recent), "row_files": self.row_files}
         write(self.folder / "checkpoint.pt", state)
-        for end, path in files.items():
-            if end <= buffer.added - buffer.capacity:  # its rows are overwritten
+        for path in self.folder.glob("rows_*.pt"):
+            if path.name not in {f"rows_{end}.pt" for end in self.row_files}:  # its rows are overwritten
                 path.unlink()
-
-    def row_files(self) -> dict[int, Path]:
-        """Files of a replay buffer's rows in order, by the number of rows added up to the end of each."""
-        files = {int(path.stem.removeprefix("rows_")): path for path in self.folder.glob("rows_*.pt")}
-        return dict(sorted(files.items()))
-
-    def restore_rows(self, buffer: Any) -> None:
-        """Give a replay buffer its rows; refuses a run of which some are damaged or missing."""
-        added, covered = buffer.added, max(0, buffer.added - buffer.capacity)
-        for end, path in self.row_files().items():
-            if end > added:  # the run was killed before the checkpoint of these rows
-                path.unlink()
-                continue
-            try:
-                rows = torch.load(path)["rows"]
-                buffer.write(rows, end)
-            except Exception as exception:  # torch.load raises many kinds
-                error(f"{path} is damaged: {str(exception).partition('. ')[0]}")
-            if end - len(rows) <= covered:
-                covered = max(covered, end)
-        if covered < added:
-            error(f"{self.folder} lacks rows_*.pt, files of the replay buffer, after row {covered}")
 
     def fail(self, what: str, step: int) -> NoReturn:
         """End a run that cannot go on: one line, exit status 1."""

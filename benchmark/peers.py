@@ -10,8 +10,9 @@ of algos/a2c_atari.py. What learns is Stable-Baselines3, with
                         size; PPO has 64-64 networks and log standard deviations that start at 0;
     --zoo               what the RL Zoo tuned: PPO on HalfCheetah (observations and rewards normalised), A2C
                         on Atari (epsilon inside RMSprop's root), SAC on MuJoCo, DQN on CartPole and Atari;
-    --same-settings     what the scripts have by default, for PPO and A2C: their networks and falling step
-                        sizes, and for PPO VecNormalize, which does nearly what ppo_continuous.py does.
+    --same-settings     what the scripts have by default, for PPO, SAC and A2C: their networks (PPO's of
+                        --hidden-size) and falling step sizes, the random steps that SAC begins with, and for
+                        PPO VecNormalize, which does nearly what ppo_continuous.py does.
 
 Atari: 16 games for PPO and A2C; as in the scripts a lost life ends an episode for the learner alone, which
 sees the signs of the rewards. DQN is evaluated greedily, whatever --greedy says. A run is not saved, and
@@ -78,6 +79,8 @@ class Args:
     """the RL Zoo's tuned settings instead of Stable-Baselines3's defaults"""
     same_settings: bool = False
     """the script's settings instead of Stable-Baselines3's defaults"""
+    hidden_size: int = 256
+    """units in each of the two layers of PPO's networks under --same-settings"""
     # What a script has beside these.
     device: ClassVar[str] = "cpu"
     checkpoint_interval: ClassVar[float] = math.inf
@@ -106,13 +109,15 @@ def settings(args: Args, atari: bool) -> dict:
             relu = large | {"activation_fn": torch.nn.ReLU, "ortho_init": False, "log_std_init": -2}
             return ppo | {"max_grad_norm": 0.8, "policy_kwargs": relu}
         case ("ppo", "same") if not atari:
-            return {"learning_rate": lambda left: 3e-4 * left, "policy_kwargs": large | {"log_std_init": -1}}
+            layers = [args.hidden_size] * 2
+            same = {"net_arch": {"pi": layers, "vf": layers}, "log_std_init": -1}
+            return {"learning_rate": lambda left: 3e-4 * left, "policy_kwargs": same}
         case ("a2c", "zoo") if atari:
             inside = {"optimizer_class": RMSpropTFLike, "optimizer_kwargs": {"alpha": 0.99, "eps": 1e-5}}
             return {"ent_coef": 0.01, "vf_coef": 0.25, "policy_kwargs": inside}
         case ("a2c", "same") if atari:
             return {"learning_rate": lambda left: 7e-4 * left, "ent_coef": 0.01, "vf_coef": 0.25}
-        case ("sac", "zoo") if not atari:
+        case ("sac", "zoo" | "same") if not atari:
             return {"learning_starts": 10_000}
         case ("dqn", "zoo") if game == "CartPole":
             dqn = {"learning_rate": 2.3e-3, "batch_size": 64, "buffer_size": 100_000, "learning_starts": 1000}

@@ -13,7 +13,8 @@ events alone in a folder that CleanRL named, <env id>__<exp name>__<seed>__<unix
 in one folder, make a section of the page, those on one environment a figure, those of one script with the
 same settings, whatever their seed, a curve. Where one numeric setting has three values or more, the figure
 shows what the runs end with against it. A grid whose file says `beside = ["ppo"]` has the curves of that
-other grid in its figures too, over steps and over hours.
+other grid in its figures too, over steps and over hours. One that says `differences_from = "ppo"` has a
+figure of how far its runs end from those of that grid.
 
 A run ends with its last evaluation, or without any with its last 100 episodes of training. references.toml
 has the published returns that stand beside it.
@@ -29,7 +30,7 @@ import shlex
 import sys
 import textwrap
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -244,12 +245,17 @@ def differing(runs: list[Run]) -> list[str]:
 
 
 def by_settings(runs: list[Run], names: list[str]) -> dict[str, list[Run]]:
-    """Runs by their values of settings, these in words."""
-    words = [
-        [f"{name.replace('_', ' ')} {value}" for name, value in zip(names, values, strict=True)]
-        for values in group(runs, names)
-    ]
-    return {", ".join(w): seeds for w, seeds in zip(words, group(runs, names).values(), strict=True)}
+    """Runs by their values of settings, in words: those values that most of the groups do not have."""
+    groups = group(runs, names)
+    counts = [Counter(map(repr, values)) for values in zip(*groups, strict=True)]
+    return {
+        ", ".join(
+            f"{name.replace('_', ' ')} {value}"
+            for name, value, counted in zip(names, values, counts, strict=True)
+            if counted[repr(value)] <= len(groups) / 2
+        ): seeds
+        for values, seeds in groups.items()
+    }
 
 
 def curves(runs: list[Run]) -> dict[str, list[Run]]:
@@ -372,20 +378,15 @@ def draw_references(ax: Axes, runs: list[Run]) -> None:
         ax.axhline(reference["value"], color="0.3", lw=0.9, ls=(0, pattern), label=label)
 
 
-def render(figure: Figure, runs: list[Run], footer: str) -> bytes:
+def render(figure: Figure, title: str, footer: str) -> bytes:
     """The figure as PNG, with its legend, and the runs and commands behind it below."""
     legends = [ax.get_legend_handles_labels() for ax in figure.axes]
     lines = {
         label: handle for handles, labels in legends for handle, label in zip(handles, labels, strict=True)
     }
     columns = max(1, 150 // (max(map(len, lines)) + 10))
-    title = {
-        "title": runs[0].config["env_id"],
-        "alignment": "left",
-        "title_fontproperties": {"weight": "bold"},
-    }
-    figure.legend(lines.values(), lines, loc="outside upper left", ncols=columns, **title)
-    figure.axes[0].yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    style = {"alignment": "left", "title_fontproperties": {"weight": "bold"}}
+    figure.legend(lines.values(), lines, loc="outside upper left", ncols=columns, title=title, **style)
     figure.supxlabel(footer, x=0.005, ha="left", fontsize=6.5, color="0.3")
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=150)
@@ -439,7 +440,8 @@ def learning_figure(named: dict[str, list[Run]], axis: str, footer: str) -> byte
             ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes[0].margins(y=0.1)
     axes[0].set_ylabel("return")
-    return render(figure, runs, footer)
+    axes[0].yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    return render(figure, runs[0].config["env_id"], footer)
 
 
 def sweep_figure(lines: dict[str, pd.DataFrame], runs: list[Run], setting: str, footer: str) -> bytes:
@@ -459,7 +461,24 @@ def sweep_figure(lines: dict[str, pd.DataFrame], runs: list[Run], setting: str, 
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     ax.margins(y=0.15)
     ax.set(xlabel=setting.replace("_", " "), ylabel="final return", title="mean and 95% interval over seeds")
-    return render(figure, runs, footer)
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    return render(figure, runs[0].config["env_id"], footer)
+
+
+def difference_figure(differences: pd.DataFrame, origin: str, footer: str) -> bytes:
+    """By environment, how far each curve ends from the runs of another grid; the worst on average on top."""
+    order = differences["relative"].groupby("runs").mean().sort_values(ascending=False).index
+    figure = Figure(figsize=(9, 1.4 + 0.25 * len(order)), layout="constrained")
+    panels = differences.groupby("environment")
+    for ax, (env_id, drawn) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+        drawn = drawn.droplevel("environment").reindex(order)
+        errors = drawn["difference"] - drawn["low"], drawn["high"] - drawn["difference"]
+        label = f"difference from the runs of {origin}, 95% interval over seeds"
+        ax.errorbar(drawn["difference"], order, xerr=errors, fmt="o", ms=4, color=COLOURS[0], label=label)
+        ax.axvline(0, color="0.3", lw=0.9)
+        ax.set(title=env_id, xlabel="difference in final return")
+        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    return render(figure, "", footer)
 
 
 def count(things: list, name: str) -> str:
@@ -545,6 +564,45 @@ def sweep_line(name: str, curve: pd.DataFrame, env_id: str, setting: str) -> str
     )
 
 
+def versus(runs: list[Run], others: list[Run], statistic: Callable) -> tuple[float, float, float]:
+    """A statistic of what runs and others end with, each (seeds, 1), and its 95% bootstrap interval."""
+    ends = [np.array([[run.mean_returns().iloc[-1]] for run in seeds]) for seeds in (runs, others)]
+    np.random.seed(0)  # noqa: NPY002 - see interval
+    estimate, bounds = get_interval_estimates({"": ends}, lambda x, y: np.array([statistic(x, y)]), reps=2000)
+    return estimate[""][0], *bounds[""][:, 0]
+
+
+def differences_of(runs: list[Run], others: list[Run]) -> pd.DataFrame:
+    """How far the mean final return of each curve lies from that of others, by environment and curve."""
+    rows = {}
+    for (env_id,), same in group(runs, ["env_id"]).items():
+        scripts = {run.config["script"] for run in runs}
+        on_it = [r for r in others if r.config["env_id"] == env_id and r.config["script"] in scripts]
+        for name, seeds in curves(same).items() if on_it else ():
+            difference = versus(seeds, on_it, lambda x, y: x.mean() - y.mean())
+            level = abs(np.mean([run.mean_returns().iloc[-1] for run in on_it]))
+            short = name.partition(": ")[2] or name
+            rows[env_id, short] = (*difference, difference[0] / level, len(seeds), len(on_it))
+    columns = ["difference", "low", "high", "relative", "seeds", "other seeds"]
+    index = pd.MultiIndex.from_tuples(rows, names=["environment", "runs"])
+    return pd.DataFrame(rows.values(), index, columns)
+
+
+def difference_table(differences: pd.DataFrame) -> list[str]:
+    """The same as a table, the worst first."""
+    rows = [
+        {
+            "environment": env_id,
+            "runs": name,
+            "difference (95% interval)": f"{row.difference:+,.0f} ({row.low:+,.0f} to {row.high:+,.0f})",
+            "relative": f"{row.relative:+.0%}",
+            "seeds": f"{row.seeds:.0f} and {row['other seeds']:.0f}",
+        }
+        for (env_id, name), row in differences.sort_values(["environment", "relative"]).iterrows()
+    ]
+    return table(rows)
+
+
 def improvement_lines(named: dict[str, list[Run]], env_id: str) -> list[str]:
     """How probable it is that a run of somebody's own script ends above one of a script of algos/."""
     ours = {path.stem for path in BENCHMARK.parent.glob("algos/*.py")}
@@ -552,17 +610,11 @@ def improvement_lines(named: dict[str, list[Run]], env_id: str) -> list[str]:
     for (name, runs), (other, references) in itertools.permutations(named.items(), 2):
         scripts = [seeds[0].config["script"] for seeds in (runs, references)]
         if scripts[1] in ours and scripts[0] not in ours and not scripts[0].startswith("sb3_"):
-            pair = runs, references
-            ends = [np.array([[run.mean_returns().iloc[-1]] for run in seeds]) for seeds in pair]
-            np.random.seed(0)  # noqa: NPY002 - see interval
-            estimate, bounds = get_interval_estimates(
-                {"": ends}, lambda x, y: np.array([probability_of_improvement(x, y)]), reps=2000
-            )
-            low, high = bounds[""][:, 0]
-            seeds = " and ".join(count(x, "seed") for x in pair)
+            estimate, low, high = versus(runs, references, probability_of_improvement)
+            seeds = " and ".join(count(x, "seed") for x in (runs, references))
             lines.append(
                 f"- {env_id}: a run of {name} ends above one of {other} with probability "
-                f"**{estimate[''][0]:.2f}** ({low:.2f} to {high:.2f}); {seeds}."
+                f"**{estimate:.2f}** ({low:.2f} to {high:.2f}); {seeds}."
             )
     return lines
 
@@ -571,18 +623,23 @@ def section(grid: str, grids: dict[str, list[Run]], args: Args) -> tuple[list[st
     """The Markdown lines on one of the grids, and its figures by file name."""
     runs, toml = grids[grid], BENCHMARK / "grids" / f"{grid}.toml"
     text = toml.read_text().splitlines() if toml.exists() else []
-    beside = tomllib.loads("\n".join(text)).get("beside", [])
+    settings = tomllib.loads("\n".join(text))
+    beside, origin = settings.get("beside", []), settings.get("differences_from")
     introduction = [
         line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), text)
     ]
     folders = ", ".join(sorted({str(grid_of(run.folder, run.config["env_id"])) for run in runs}))
     made = f", by python benchmark/run.py benchmark/grids/{grid}.toml" if text else ""
     figures, sweeps, finals, times, improvements, citations = {}, [], [], [], [], []
+    differences = differences_of(runs, grids.get(origin, []))
     for (env_id,), same in group(runs, ["env_id"]).items():
         seeds = group(same, ["seed"])
         source = f"runs: {len(same)} in {folders}, {count(seeds, 'seed')}{made}"
         footer = "\n".join(textwrap.shorten(line, 190) for line in (source, f"figure: {command(args)}"))
         slug = re.sub(r"[^\w.-]+", "-", f"{grid}-{env_id}")
+        if env_id in differences.index.get_level_values("environment"):
+            finals += [final_row(name, seeds, full=True) for name, seeds in curves(same).items()]
+            continue
         learning = []
         for (script,), of_script in group(same, ["script"]).items():
             setting = swept_setting(of_script)
@@ -608,6 +665,10 @@ def section(grid: str, grids: dict[str, list[Run]], args: Args) -> tuple[list[st
             threshold = references()["thresholds"].get(env_id) if args.threshold is None else args.threshold
             if threshold is not None:
                 times += [threshold_row(name, seeds, threshold) for name, seeds in named.items()]
+    if len(differences):
+        source = f"runs: {len(runs)} in {folders}{made}; those beside: {origin}"
+        footer = "\n".join(textwrap.shorten(line, 190) for line in (source, f"figure: {command(args)}"))
+        figures[f"{grid}.png"] = difference_figure(differences, origin, footer)
     facts = []
     for name in ("git_commit", "cpu", "gpu", *VERSIONS):
         values = sorted(
@@ -621,6 +682,7 @@ def section(grid: str, grids: dict[str, list[Run]], args: Args) -> tuple[list[st
     analysis = toml.with_suffix(".md")
     parts = [introduction, *([f"![{Path(name).stem}](figures/{name})"] for name in figures)]
     parts += [analysis.read_text().splitlines() if analysis.exists() else []]
+    parts += [difference_table(differences) if len(differences) else []]
     parts += [sweeps, improvements, table(finals) if finals else [], citations]
     parts += [table(times) if times else []]
     parts += [["; ".join([f"{count(runs, 'run')} in {folders}{made}", *facts])]]

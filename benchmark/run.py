@@ -54,7 +54,8 @@ import tyro
 from tqdm import tqdm
 
 BENCHMARK = Path(__file__).resolve().parent
-SCRIPTS = {path.stem: path for path in (*BENCHMARK.parent.glob("algos/*.py"), *BENCHMARK.glob("peers.py"))}
+SCRIPTS = [*BENCHMARK.parent.glob("algos/*.py"), BENCHMARK / "peers.py", BENCHMARK / "ppo_details.py"]
+SCRIPTS = {path.stem: path for path in SCRIPTS}
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 NOT_SETTINGS = ("run_dir", "resume", "evaluate")  # arguments of a script that say where, not what
 PROGRESS_ROWS = 200
@@ -161,7 +162,8 @@ def read_grid(path: Path) -> list[dict[str, Any]]:
         grid = tomllib.loads(path.read_text())
     except (OSError, ValueError) as exception:
         error(f"cannot read the grid {path}: {exception}")
-    grid.pop("beside", None)  # is report.py's
+    for key in ("beside", "differences_from"):  # for report.py
+        grid.pop(key, None)
     entries = grid.pop("runs", [])
     tables = [grid.pop("defaults", {}), *(entries if isinstance(entries, list) else [entries])]
     if grid or not all(isinstance(table, dict) for table in tables):

@@ -282,6 +282,44 @@ def test_what_is_said_of_a_grid_and_the_curves_of_another_stand_in_its_section(
     assert "<em>neither</em>" in html
 
 
+def test_differences_from_another_grid(report, page, tmp_path, monkeypatch):
+    """Each change on each environment against the unchanged runs of the same script there."""
+    for env_id, ends in {"Ant-v4": (100, 300), "Swimmer-v4": (10, 20)}.items():
+        common = {"env_id": env_id, "norm_adv": True, "clip_vloss": False, "hidden_size": 64}
+        for seed, end in enumerate(ends):
+            write_run(tmp_path / f"results/ppo/{env_id}{seed}", {1000: [end]}, seed=seed, **common)
+            write_run(
+                tmp_path / f"results/ppo/sb3{env_id}{seed}",
+                {1000: [9]},
+                script="sb3_ppo",
+                seed=seed,
+                **common,
+            )
+            changes = ({"norm_adv": False}, -50), ({"clip_vloss": True}, 1), ({"hidden_size": 9}, 2)
+            for change, difference in changes:
+                folder = tmp_path / f"results/details/{env_id}{change}{seed}"
+                write_run(folder, {1000: [end + difference]}, seed=seed, **common | change)
+    (tmp_path / "grids").mkdir()
+    (tmp_path / "grids/details.toml").write_text('differences_from = "ppo"\n')
+    monkeypatch.setattr(report, "BENCHMARK", tmp_path)
+    shutil.copy(REPOSITORY / "benchmark" / "references.toml", tmp_path)
+    text = page("results")
+    rows = re.findall(r"\| (\S+) \| (\D+\S+) \| (\S+) \((.*?)\) \| (\S+) \| 2 and 2 \|", text)
+    assert [(env_id, name, middle, relative) for env_id, name, middle, _, relative in rows] == [
+        ("Ant-v4", "norm adv False", "-50", "-25%"),
+        ("Ant-v4", "clip vloss True", "+1", "+0%"),
+        ("Ant-v4", "hidden size 9", "+2", "+1%"),
+        ("Swimmer-v4", "norm adv False", "-50", "-333%"),
+        ("Swimmer-v4", "clip vloss True", "+1", "+7%"),
+        ("Swimmer-v4", "hidden size 9", "+2", "+13%"),
+    ]
+    assert {interval for env_id, name, _, interval, _ in rows if name == "norm adv False"} == {
+        "-250 to +150",  # (100, 100) - 50 against (300, 300), and the other way round
+        "-60 to -40",
+    }
+    assert set(re.findall(r"\(figures/(details.*)\)", text)) == {"details.png"}
+
+
 def test_probability_that_ones_own_script_is_better(report, page, tmp_path):
     """Of 3 x 2 pairs of runs it wins 4 and draws 1."""
     for script, returns in (("my_ppo", (1, 5, 9)), ("ppo_continuous", (1, 2))):
