@@ -367,7 +367,6 @@ def train(args: Args) -> None:
 
 # ---- From here on, the text is the same in every script. ----
 
-import importlib.metadata
 import io
 import json
 import os
@@ -408,6 +407,7 @@ def check(args: Args) -> None:
         with warnings.catch_warnings(action="ignore"):  # the error says what matters of them
             envs = make_envs(args, 1, args.capture_video)
             if args.capture_video:
+                _ = torch._dynamo  # loads Triton, which crashes once a software renderer has loaded its LLVM
                 envs.reset()
                 envs.envs[0].render()
     except Exception as exception:  # of any kind: the environment is the user's choice
@@ -567,7 +567,7 @@ class Run:
         git = f"git -C {shlex.quote(str(Path(__file__).resolve().parent))} rev-parse --verify --quiet HEAD"
         commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
         config = {"script": SCRIPT} | asdict(self.args) | {"python": platform.python_version()}
-        config |= {name.replace("_", "-"): importlib.metadata.version(name) for name in packages}
+        config |= {name.replace("_", "-"): sys.modules[name].__version__ for name in packages}
         config |= {"git_commit": commit or None, "cpu": f"{os.cpu_count()} x {platform.machine()}"}
         config["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         write(self.folder / "config.json", json.dumps(config, indent=2, default=str).encode() + b"\n")
