@@ -239,9 +239,10 @@ def group(runs: list[Run], names: list[str]) -> dict[tuple, list[Run]]:
 
 
 def differing(runs: list[Run]) -> list[str]:
-    """The settings that are not the same in all runs of a script."""
+    """The settings that are not the same in all runs of a script that have them; a newer script has more."""
     names = dict.fromkeys(name for run in runs for name in run.config if name not in NOT_SETTINGS)
-    return [name for name in names if len({repr(run.config.get(name)) for run in runs}) > 1]
+    values = {name: {repr(run.config[name]) for run in runs if name in run.config} for name in names}
+    return [name for name in names if len(values[name]) > 1]
 
 
 def by_settings(runs: list[Run], names: list[str]) -> dict[str, list[Run]]:
@@ -371,9 +372,9 @@ def published_line(runs: list[Run], env_id: str) -> list[str]:
 def draw_references(ax: Axes, runs: list[Run]) -> None:
     """Published returns, each with a pattern of its own. Their names are in the legend, clear of curves."""
     patterns, known = ((1, 1), (4, 2), (1, 3), (6, 2, 1, 2)), published(runs)
-    several = len({reference["algorithm"] for reference in known}) > 1
+    sources = Counter(source for source, _ in {(r["source"], r["algorithm"]) for r in known})
     for reference, pattern in zip(known, itertools.cycle(patterns), strict=False):
-        algorithm = f" {reference['algorithm'].upper()}" if several else ""
+        algorithm = f" {reference['algorithm'].upper()}" if sources[reference["source"]] > 1 else ""
         label = f"{reference['source']}{algorithm}: {reference['value']:,}"
         ax.axhline(reference["value"], color="0.3", lw=0.9, ls=(0, pattern), label=label)
 
@@ -400,11 +401,16 @@ def learning_figure(named: dict[str, list[Run]], axis: str, footer: str) -> byte
         limited = any("total_episodes" in run.config for run in runs)
         axis = "episodes" if limited and all(EPISODES in run.progress for run in runs) else "steps"
     column, label = AXES[axis]
+    by = "steps" if axis == "hours" else axis
     told = {n: s for n, s in named.items() if all(column in run.progress for run in s) or axis == "steps"}
-    training = {n: training_curve(s, axis) for n, s in told.items() if all(RETURN in r.progress for r in s)}
+    training = {n: training_curve(s, by) for n, s in told.items() if all(RETURN in r.progress for r in s)}
     evaluated = {
-        n: evaluation_curve(s, axis) for n, s in told.items() if not any(r.evaluations.empty for r in s)
+        n: evaluation_curve(s, by) for n, s in told.items() if not any(r.evaluations.empty for r in s)
     }
+    if axis == "hours":  # the median run's at each step: machines, and what else ran there, differ
+        for name, curve in (*training.items(), *evaluated.items()):
+            steps = curve.index.to_numpy()
+            curve.index = np.median([run.at("hours", steps) for run in named[name]], axis=0)
     modes = {"greedy " if run.config.get("greedy") else "sampled " for run in runs}
     mode = modes.pop() if len(modes) == 1 else ""
     panels = [
