@@ -476,7 +476,8 @@ def difference_figure(differences: pd.DataFrame, origin: str, footer: str) -> by
     order = differences["relative"].groupby("runs").mean().sort_values(ascending=False).index
     figure = Figure(figsize=(9, 1.4 + 0.25 * len(order)), layout="constrained")
     panels = differences.groupby("environment")
-    for ax, (env_id, drawn) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for ax, (env_id, drawn) in zip(axes, panels, strict=True):
         drawn = drawn.droplevel("environment").reindex(order)
         errors = drawn["difference"] - drawn["low"], drawn["high"] - drawn["difference"]
         label = f"difference from the runs of {origin}, 95% interval over seeds"

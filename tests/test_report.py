@@ -318,6 +318,10 @@ def test_differences_from_another_grid(report, page, tmp_path, monkeypatch):
         "-60 to -40",
     }
     assert set(re.findall(r"\(figures/(details.*)\)", text)) == {"details.png"}
+    one = report.read_runs([tmp_path / "results/details"], tmp_path / "out")
+    others = report.read_runs([tmp_path / "results/ppo"], tmp_path / "out")
+    ant = report.differences_of([run for run in one if run.config["env_id"] == "Ant-v4"], others)
+    assert report.difference_figure(ant, "ppo", "").startswith(b"\x89PNG")  # of one environment, too
 
 
 def test_probability_that_ones_own_script_is_better(report, page, tmp_path):
