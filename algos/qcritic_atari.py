@@ -730,7 +730,7 @@ class Run:
         state |= {"episodes": self.episodes, "recent": list(self.recent), "row_files": self.row_files}
         write(self.folder / "checkpoint.pt", state)
         for path in self.folder.glob("rows_*.pt"):
-            if path.name not in {f"rows_{end}.pt" for end in self.row_files}:  # overwritten, or lost by a kill
+            if path.name not in {f"rows_{end}.pt" for end in self.row_files}:  # of no use any more
                 path.unlink()
 
     def fail(self, what: str, step: int) -> NoReturn:
