@@ -14,7 +14,8 @@ in one folder, make a section of the page, those on one environment a figure, th
 same settings, whatever their seed, a curve. Where one numeric setting has three values or more, the figure
 shows what the runs end with against it. A grid whose file says `beside = ["ppo"]` has the curves of that
 other grid in its figures too, over steps and over hours. One that says `differences_from = "ppo"` has a
-figure of how far its runs end from those of that grid.
+figure of how far its runs end from those of that grid. One that says `aggregate = ["HalfCheetah-v4", ...]`
+has a figure of what the curves with runs on all of these environments end with, over all of them together.
 
 A run ends with its last evaluation, or without any with its last 100 episodes of training. references.toml
 has the published returns that stand beside it.
@@ -25,6 +26,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import re
 import shlex
 import sys
@@ -276,14 +278,19 @@ def swept_setting(runs: list[Run]) -> str | None:
     return swept[0] if len(swept) == 1 else None
 
 
-def interval(scores: np.ndarray, statistic: Callable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A statistic over seeds of scores (seeds, points), and its 95% bootstrap interval; each (points,)."""
+def bootstrap(scores: np.ndarray | list[np.ndarray], statistic: Callable) -> tuple[np.ndarray, ...]:
+    """A statistic, (n,), of scores (seeds, tasks) or of several independent ones; and its 95% interval."""
     np.random.seed(0)  # noqa: NPY002 - rliable 1.2 draws from here, whatever random_state it is given
-    scores = {"": scores[:, None]}  # rliable's second axis is the task
-    estimate, bounds = get_interval_estimates(scores, lambda sample: statistic(sample)[0], reps=2000)
+    estimate, bounds = get_interval_estimates({"": scores}, statistic, reps=2000)
     return estimate[""], *bounds[""]
 
 
+def interval(scores: np.ndarray, statistic: Callable) -> tuple[np.ndarray, ...]:
+    """A statistic over seeds of scores (seeds, points), and its 95% bootstrap interval; each (points,)."""
+    return bootstrap(scores[:, None], lambda sample: statistic(sample)[0])
+
+
+MEANS = ("interquartile mean", "mean")
 mean = partial(np.mean, axis=0)
 iqm = partial(trim_mean, proportiontocut=0.25, axis=0)
 
@@ -471,6 +478,27 @@ def sweep_figure(lines: dict[str, pd.DataFrame], runs: list[Run], setting: str, 
     return render(figure, runs[0].config["env_id"], footer)
 
 
+def aggregate_figure(scores: dict[str, list[np.ndarray]], env_ids: list[str], footer: str) -> bytes:
+    """Over several environments: means with 95% intervals, and how many of the runs end above each score."""
+    label = "score: final return / the environment's threshold"
+    above = np.linspace(0, max(values.max() for curve in scores.values() for values in curve), 101)
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2, 3))
+    for i, (name, curve) in enumerate(scores.items()):
+        style = {"color": COLOURS[i % 7], "label": f"{name}, {sum(map(len, curve))} runs"}
+        middle, low, high = bootstrap(curve, partial(profile, above=above))
+        errors = (middle[:2] - low[:2], high[:2] - middle[:2])
+        left.errorbar(middle[:2], np.arange(2) + 0.15 * i, xerr=errors, fmt="o", ms=4, **style)
+        right.plot(above, middle[2:], **style)
+        right.fill_between(above, low[2:], high[2:], color=style["color"], alpha=0.2, lw=0)
+    left.set(title="means, 95% interval over seeds", xlabel=label, ylim=(1.5, -0.5))
+    left.set_yticks([0, 1], MEANS)
+    right.set(
+        title="performance profile, 95% interval over seeds", xlabel=label, ylabel="share of runs above"
+    )
+    return render(figure, ", ".join(env_ids), footer)
+
+
 def difference_figure(differences: pd.DataFrame, origin: str, footer: str) -> bytes:
     """By environment, how far each curve ends from the runs of another grid; the worst on average on top."""
     order = differences["relative"].groupby("runs").mean().sort_values(ascending=False).index
@@ -571,12 +599,10 @@ def sweep_line(name: str, curve: pd.DataFrame, env_id: str, setting: str) -> str
     )
 
 
-def versus(runs: list[Run], others: list[Run], statistic: Callable) -> tuple[float, float, float]:
+def versus(runs: list[Run], others: list[Run], statistic: Callable) -> list[float]:
     """A statistic of what runs and others end with, each (seeds, 1), and its 95% bootstrap interval."""
     ends = [np.array([[run.mean_returns().iloc[-1]] for run in seeds]) for seeds in (runs, others)]
-    np.random.seed(0)  # noqa: NPY002 - see interval
-    estimate, bounds = get_interval_estimates({"": ends}, lambda x, y: np.array([statistic(x, y)]), reps=2000)
-    return estimate[""][0], *bounds[""][:, 0]
+    return [x[0] for x in bootstrap(ends, lambda x, y: np.array([statistic(x, y)]))]
 
 
 def differences_of(runs: list[Run], others: list[Run]) -> pd.DataFrame:
@@ -610,6 +636,63 @@ def difference_table(differences: pd.DataFrame) -> list[str]:
     return table(rows)
 
 
+def scores_of(runs: list[Run], env_ids: list[str]) -> dict[str, list[np.ndarray]]:
+    """By curve with runs on all of the environments: on each of these its scores, (seeds, 1).
+
+    A score is the mean return over the environment's threshold in references.toml, of the evaluation that the
+    shortest run on the environment ends with.
+    """
+    runs, thresholds = [run for run in runs if run.config["env_id"] in env_ids], references()["thresholds"]
+    by_environment = group(runs, ["env_id"])
+    steps = {
+        env_id: min(run.mean_returns().index[-1] for run in on_it)
+        for (env_id,), on_it in by_environment.items()
+    }
+
+    def score(run: Run) -> float:
+        env_id = run.config["env_id"]
+        return run.mean_returns().loc[: 1.01 * steps[env_id]].iloc[-1] / thresholds[env_id]
+
+    found = {}
+    for (script,), same in group(runs, ["script"]).items():
+        # What differs between environments is tuned to them; what differs on one of them makes another curve.
+        names = {name for on_it in group(same, ["env_id"]).values() for name in differing(on_it)}
+        for settings, seeds in by_settings(same, sorted(names)).items():
+            on_each = group(seeds, ["env_id"])
+            if len(on_each) == len(env_ids):
+                name = ": ".join(filter(None, [script, settings]))
+                found[name] = [np.array([[score(run)] for run in on_it]) for on_it in on_each.values()]
+    return found
+
+
+def profile(*scores: np.ndarray, above: np.ndarray) -> np.ndarray:
+    """Of scores (seeds, 1) on each environment: interquartile mean, mean, and the shares above some values.
+
+    Every environment has the same weight, however many its seeds.
+    """
+    common = math.lcm(*map(len, scores))
+    pooled = np.concatenate([np.repeat(values, common // len(values)) for values in scores])
+    return np.array([iqm(pooled), mean(pooled), *(pooled > above[:, None]).mean(axis=1)])
+
+
+def aggregate_table(scores: dict[str, list[np.ndarray]], env_ids: list[str]) -> list[str]:
+    """The means over several environments."""
+    rows = []
+    for name, curve in scores.items():
+        means = zip(*bootstrap(curve, partial(profile, above=np.empty(0))), strict=True)
+        row = {
+            "environments": ", ".join(env_ids),
+            "runs": name,
+            "seeds": ", ".join(str(len(x)) for x in curve),
+        }
+        row |= {
+            f"score, {mean}": "{:.2f} ({:.2f} to {:.2f})".format(*m)
+            for mean, m in zip(MEANS, means, strict=True)
+        }
+        rows.append(row)
+    return table(rows)
+
+
 def improvement_lines(named: dict[str, list[Run]], env_id: str) -> list[str]:
     """How probable it is that a run of somebody's own script ends above one of a script of algos/."""
     ours = {path.stem for path in BENCHMARK.parent.glob("algos/*.py")}
@@ -632,6 +715,8 @@ def section(grid: str, grids: dict[str, list[Run]], args: Args) -> tuple[list[st
     text = toml.read_text().splitlines() if toml.exists() else []
     settings = tomllib.loads("\n".join(text))
     beside, origin = settings.get("beside", []), settings.get("differences_from")
+    aggregated = sorted(settings.get("aggregate", []))
+    others = [run for name in beside for run in grids.get(name, [])]
     introduction = [
         line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), text)
     ]
@@ -653,15 +738,15 @@ def section(grid: str, grids: dict[str, list[Run]], args: Args) -> tuple[list[st
             if setting is None:
                 learning += of_script
                 continue
-            others = [name for name in differing(of_script) if name != setting]
+            told_by = [name for name in differing(of_script) if name != setting]
             lines = {
-                name: sweep_curve(line, setting) for name, line in by_settings(of_script, others).items()
+                name: sweep_curve(line, setting) for name, line in by_settings(of_script, told_by).items()
             }
             figures[f"{slug}-{script}-{setting}.png"] = sweep_figure(lines, of_script, setting, footer)
             sweeps += [sweep_line(name, curve, env_id, setting) for name, curve in lines.items()]
         if learning:
             named = curves(learning)
-            near = [run for name in beside for run in grids.get(name, []) if run.config["env_id"] == env_id]
+            near = [run for run in others if run.config["env_id"] == env_id]
             drawn = curves([*learning, *near])
             figures[f"{slug}.png"] = learning_figure(drawn, args.x, footer)
             if near:
@@ -672,10 +757,15 @@ def section(grid: str, grids: dict[str, list[Run]], args: Args) -> tuple[list[st
             threshold = references()["thresholds"].get(env_id) if args.threshold is None else args.threshold
             if threshold is not None:
                 times += [threshold_row(name, seeds, threshold) for name, seeds in named.items()]
+    source = f"runs: {len(runs)} in {folders}{made}" + "".join(
+        f"; those of {name} beside" for name in [*beside, *filter(None, [origin])]
+    )
+    footer = "\n".join(textwrap.shorten(line, 190) for line in (source, f"figure: {command(args)}"))
     if len(differences):
-        source = f"runs: {len(runs)} in {folders}{made}; those beside: {origin}"
-        footer = "\n".join(textwrap.shorten(line, 190) for line in (source, f"figure: {command(args)}"))
         figures[f"{grid}.png"] = difference_figure(differences, origin, footer)
+    scores = scores_of([*runs, *others], aggregated)
+    if len(scores) > 1:
+        figures[f"{grid}.png"] = aggregate_figure(scores, aggregated, footer)
     facts = []
     for name in ("git_commit", "cpu", "gpu", *VERSIONS):
         values = sorted(
@@ -690,6 +780,7 @@ def section(grid: str, grids: dict[str, list[Run]], args: Args) -> tuple[list[st
     parts = [introduction, *([f"![{Path(name).stem}](figures/{name})"] for name in figures)]
     parts += [analysis.read_text().splitlines() if analysis.exists() else []]
     parts += [difference_table(differences) if len(differences) else []]
+    parts += [aggregate_table(scores, aggregated) if len(scores) > 1 else []]
     parts += [sweeps, improvements, table(finals) if finals else [], citations]
     parts += [table(times) if times else []]
     parts += [["; ".join([f"{count(runs, 'run')} in {folders}{made}", *facts])]]

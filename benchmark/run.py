@@ -162,7 +162,7 @@ def read_grid(path: Path) -> list[dict[str, Any]]:
         grid = tomllib.loads(path.read_text())
     except (OSError, ValueError) as exception:
         error(f"cannot read the grid {path}: {exception}")
-    for key in ("beside", "differences_from"):  # for report.py
+    for key in ("beside", "differences_from", "aggregate"):  # for report.py
         grid.pop(key, None)
     entries = grid.pop("runs", [])
     tables = [grid.pop("defaults", {}), *(entries if isinstance(entries, list) else [entries])]

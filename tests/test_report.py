@@ -324,6 +324,45 @@ def test_differences_from_another_grid(report, page, tmp_path, monkeypatch):
     assert report.difference_figure(ant, "ppo", "").startswith(b"\x89PNG")  # of one environment, too
 
 
+def test_aggregate_over_environments(report, runs, page, tmp_path, monkeypatch):
+    """An environment counts as much with one seed as with two, and as far as its shortest run goes."""
+    thresholds = {"HalfCheetah-v4": 5819, "Hopper-v4": 2410}
+    for script, env_id, scores, settings in (
+        ("ppo_continuous", "HalfCheetah-v4", (1, 2), {"hidden_size": 256}),
+        ("ppo_continuous", "Hopper-v4", (3,), {"hidden_size": 64}),
+        ("sb3_ppo", "HalfCheetah-v4", (0.5,), {"zoo": False}),
+        ("sb3_ppo", "HalfCheetah-v4", (8,), {"zoo": True}),
+        ("sb3_ppo", "Hopper-v4", (1.5,), {"zoo": False}),
+        ("sac_continuous", "Hopper-v4", (9,), {}),
+        ("ppo_continuous", "Swimmer-v4", (9,), {"hidden_size": 64}),
+    ):
+        for seed, score in enumerate(scores):
+            value = score * thresholds.get(env_id, 1)
+            evaluations = {1000: [value - 1, value + 1]} | ({2000: [99 * value]} if script[0] == "p" else {})
+            folder = tmp_path / f"results/ppo/{script}__{env_id}__{settings}{seed}"
+            write_run(folder, evaluations, script=script, env_id=env_id, seed=seed, **settings)
+    scores = report.scores_of(runs("results"), list(thresholds))
+    assert {name: [x.ravel().tolist() for x in curve] for name, curve in scores.items()} == {
+        "ppo_continuous": [pytest.approx([1, 2]), pytest.approx([3])],
+        "sb3_ppo: zoo False": [pytest.approx([0.5]), pytest.approx([1.5])],
+    }
+    profile = report.profile(*scores["ppo_continuous"], above=np.array([0, 1.5, 2.5, 4]))
+    assert profile.tolist() == pytest.approx([2.5, 2.25, 1, 0.75, 0.5, 0])  # of 1, 2, 3, 3
+
+    (tmp_path / "grids").mkdir()
+    (tmp_path / "grids/ppo.toml").write_text(f"aggregate = {list(thresholds)}\n")
+    monkeypatch.setattr(report, "BENCHMARK", tmp_path)
+    shutil.copy(REPOSITORY / "benchmark" / "references.toml", tmp_path)
+    text = page("results")
+    assert "](figures/ppo.png)" in text
+    columns = "| environments | runs | seeds | score, interquartile mean | score, mean |"
+    # Two seeds of 1 and 2 are drawn as 1, 1 or 2, 2 in a quarter of the draws each.
+    ours = "| ppo_continuous | 2, 1 | 2.50 (2.00 to 2.50) | 2.25 (2.00 to 2.50) |"
+    sb3 = "| sb3_ppo: zoo False | 1, 1 | 1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) |"
+    both = [f"| HalfCheetah-v4, Hopper-v4 {row}" for row in (ours, sb3)]
+    assert "\n".join([columns, "|---|---|---|---|---|", *both]) in text
+
+
 def test_probability_that_ones_own_script_is_better(report, page, tmp_path):
     """Of 3 x 2 pairs of runs it wins 4 and draws 1."""
     for script, returns in (("my_ppo", (1, 5, 9)), ("ppo_continuous", (1, 2))):
