@@ -312,7 +312,12 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> gym.vector.Syn
     envs = gym.make_vec(args.env_id, num_envs, "sync", vector_kwargs, **mode)
     # Unasked, Gymnasium 1.4 leaves a model's tracking camera unused: a runner leaves the picture.
     if render and (renderer := getattr(envs.envs[0].unwrapped, "mujoco_renderer", None)):
-        renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+        model = renderer.model
+        renderer.camera_id = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+        # Feet find the ground anywhere, but it is drawn for 40 m only: seven seconds of a good cheetah.
+        ground = (model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE) & (model.geom_matid >= 0)
+        model.geom_size[ground] *= 25
+        model.mat_texrepeat[model.geom_matid[ground]] *= 25
     return envs
 
 

@@ -192,21 +192,24 @@ def test_training_records_the_first_episode_of_each_evaluation(tmp_path, egl):
 FAR_AWAY = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import mujoco, ppo_continuous
-env = ppo_continuous.make_envs(ppo_continuous.Args(env_id="HalfCheetah-v4"), 1, render=True).envs[0]
+import importlib, mujoco
+script = importlib.import_module(sys.argv[2])
+env = script.make_envs(script.Args(env_id="HalfCheetah-v4"), 1, render=True).envs[0]
 env.reset(seed=0)
-env.unwrapped.data.qpos[0] = 50
+env.unwrapped.data.qpos[0] = 500
 mujoco.mj_forward(env.unwrapped.model, env.unwrapped.data)
 frame = env.render().astype(int)
-print(((frame[..., 0] - frame[..., 2]) > 40).sum())
+print(((frame[..., 0] - frame[..., 2]) > 40).sum(), frame[-20:].std(axis=1).max())
 """
 
 
-def test_camera_follows_the_robot(tmp_path, egl):
-    """The cheetah is the only thing in the picture that is red rather than blue."""
-    folder = script_path("ppo_continuous").parent
-    shown = run_python("-c", FAR_AWAY, folder, cwd=tmp_path, MUJOCO_GL=egl)
-    assert int(shown.stdout) > 1000, shown.stderr
+@pytest.mark.parametrize("script", ["ppo_continuous", "sac_continuous"])
+def test_camera_and_ground_follow_the_robot(tmp_path, egl, script):
+    """The cheetah is the only thing in the picture that is red rather than blue; the ground is chequered."""
+    shown = run_python("-c", FAR_AWAY, script_path(script).parent, script, cwd=tmp_path, MUJOCO_GL=egl)
+    red, contrast = map(float, shown.stdout.split())
+    assert red > 1000, shown.stderr
+    assert contrast > 50
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
