@@ -141,9 +141,10 @@ def test_grid_whose_runner_was_killed_equals_uninterrupted(whole):
 def test_run_that_is_killed_goes_on_from_its_checkpoint(whole):
     runner = start_grid(LONG, "--workers", "1")
     wait_for(in_the_middle)
-    here = [path.parent for path in Path("/proc").glob("[0-9]*/cwd") if path.resolve() == Path.cwd()]
-    [run] = [process for process in here if b"--run-dir" in (process / "cmdline").read_bytes()]
-    os.kill(int(run.name), signal.SIGKILL)
+    threads = Path(f"/proc/{runner.pid}/task").glob("*/children")
+    [run] = [pid for children in threads for pid in children.read_text().split()]
+    assert b"--run-dir" in Path(f"/proc/{run}/cmdline").read_bytes()
+    os.kill(int(run), signal.SIGKILL)
     output, _ = runner.communicate(timeout=120)
     assert runner.returncode == 0, output
     assert "exit status -9, retry 1 of 2" in output
