@@ -84,7 +84,7 @@ def numbers_out_of_range():
         yield name, -0.5
 
 
-@pytest.mark.parametrize(("name", "value"), numbers_out_of_range())
+@pytest.mark.parametrize(("name", "value"), list(numbers_out_of_range()))
 def test_number_out_of_range(refusal, name, value):
     assert f"--{name.replace('_', '-')}" in refusal(**{name: value})
 
