@@ -3,9 +3,9 @@
     python benchmark/gradient_spread.py RUN_DIR
 
 The policy of a run of algos/reinforce_cartpole.py plays whole episodes, the same for every estimator. Each
-episode gives an estimate g_i of the gradient g in the policy's parameters. A row says how long g is, how far
-the g_i scatter about it (the root of the mean of ||g_i - g||^2), and from how many episodes the mean of the
-g_i has an error no longer than g itself: the square of the ratio of the two.
+episode gives an estimate g_i of the gradient g in the policy's parameters. A row has the norm of g, the
+standard deviation of the g_i (the root of the mean of ||g_i - g||^2), and the square of their ratio: that is
+the number of episodes after which the standard error of the estimate is as small as g.
 """
 
 import importlib.util
