@@ -314,7 +314,7 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> gym.vector.Syn
     if render and (renderer := getattr(envs.envs[0].unwrapped, "mujoco_renderer", None)):
         model = renderer.model
         renderer.camera_id = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-        # Feet find the ground anywhere, but it is drawn for 20 or 40 m only, which a good policy soon leaves behind.
+        # Feet find the ground anywhere, but it is drawn for 20 or 40 m only: a good policy leaves it behind.
         ground = (model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE) & (model.geom_matid >= 0)
         model.geom_size[ground] *= 25
         model.mat_texrepeat[model.geom_matid[ground]] *= 25
