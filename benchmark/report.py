@@ -379,9 +379,11 @@ def published_line(runs: list[Run], env_id: str) -> list[str]:
 def draw_references(ax: Axes, runs: list[Run]) -> None:
     """Published returns, each with a pattern of its own. Their names are in the legend, clear of curves."""
     patterns, known = ((1, 1), (4, 2), (1, 3), (6, 2, 1, 2)), published(runs)
-    sources = Counter(source for source, _ in {(r["source"], r["algorithm"]) for r in known})
+    named = {(reference["source"].partition(" (")[0], reference["algorithm"]) for reference in known}
+    sources = Counter(source for source, _ in named)
     for reference, pattern in zip(known, itertools.cycle(patterns), strict=False):
-        algorithm = f" {reference['algorithm'].upper()}" if sources[reference["source"]] > 1 else ""
+        several = sources[reference["source"].partition(" (")[0]] > 1
+        algorithm = f" {reference['algorithm'].upper()}" if several else ""
         label = f"{reference['source']}{algorithm}: {reference['value']:,}"
         ax.axhline(reference["value"], color="0.3", lw=0.9, ls=(0, pattern), label=label)
 
@@ -722,11 +724,12 @@ def section(grid: str, grids: dict[str, list[Run]], args: Args) -> tuple[list[st
     ]
     folders = ", ".join(sorted({str(grid_of(run.folder, run.config["env_id"])) for run in runs}))
     made = f", by python benchmark/run.py benchmark/grids/{grid}.toml" if text else ""
+    with_them = "".join(f"; those of {name} beside" for name in [*beside, *filter(None, [origin])])
     figures, sweeps, finals, times, improvements, citations = {}, [], [], [], [], []
     differences = differences_of(runs, grids.get(origin, []))
     for (env_id,), same in group(runs, ["env_id"]).items():
         seeds = group(same, ["seed"])
-        source = f"runs: {len(same)} in {folders}, {count(seeds, 'seed')}{made}"
+        source = f"runs: {len(same)} in {folders}, {count(seeds, 'seed')}{made}{with_them}"
         footer = "\n".join(textwrap.shorten(line, 190) for line in (source, f"figure: {command(args)}"))
         slug = re.sub(r"[^\w.-]+", "-", f"{grid}-{env_id}")
         if env_id in differences.index.get_level_values("environment"):
@@ -757,9 +760,7 @@ def section(grid: str, grids: dict[str, list[Run]], args: Args) -> tuple[list[st
             threshold = references()["thresholds"].get(env_id) if args.threshold is None else args.threshold
             if threshold is not None:
                 times += [threshold_row(name, seeds, threshold) for name, seeds in named.items()]
-    source = f"runs: {len(runs)} in {folders}{made}" + "".join(
-        f"; those of {name} beside" for name in [*beside, *filter(None, [origin])]
-    )
+    source = f"runs: {len(runs)} in {folders}{made}{with_them}"
     footer = "\n".join(textwrap.shorten(line, 190) for line in (source, f"figure: {command(args)}"))
     if len(differences):
         figures[f"{grid}.png"] = difference_figure(differences, origin, footer)
