@@ -379,12 +379,8 @@ def published_line(runs: list[Run], env_id: str) -> list[str]:
 def draw_references(ax: Axes, runs: list[Run]) -> None:
     """Published returns, each with a pattern of its own. Their names are in the legend, clear of curves."""
     patterns, known = ((1, 1), (4, 2), (1, 3), (6, 2, 1, 2)), published(runs)
-    named = {(reference["source"].partition(" (")[0], reference["algorithm"]) for reference in known}
-    sources = Counter(source for source, _ in named)
     for reference, pattern in zip(known, itertools.cycle(patterns), strict=False):
-        several = sources[reference["source"].partition(" (")[0]] > 1
-        algorithm = f" {reference['algorithm'].upper()}" if several else ""
-        label = f"{reference['source']}{algorithm}: {reference['value']:,}"
+        label = f"{reference['source']}: {reference['value']:,}"
         ax.axhline(reference["value"], color="0.3", lw=0.9, ls=(0, pattern), label=label)
 
 

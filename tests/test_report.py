@@ -176,7 +176,7 @@ def test_tables_of_a_page(page, tmp_path):
         "5,733 (5,000 to 6,200)",
         "1.7 h",
     ]
-    published = "CleanRL 1,443 ± 46 (1M steps); SB3 zoo (v3) 5,819 ± 664 (1M steps)"
+    published = "CleanRL's PPO 1,443 ± 46 (1M steps); SB3 zoo's PPO (v3) 5,819 ± 664 (1M steps)"
     assert f"- HalfCheetah-v4, published: {published}.\n" in text
     assert "| HalfCheetah-v4 | ppo_continuous | 5,819 | 2 of 3 seeds | 2,000 | 1.7 h |" in text
     assert "| 5 | 3 of 3 seeds | 1,000 | 33.3 min |" in page("grid", threshold=5)
