@@ -352,7 +352,6 @@ def make_policy(args: Args, agent: SquashedGaussianActor, space: gym.spaces.Box)
 def train(args: Args) -> None:
     """Train one agent; all that it leaves behind is in its run folder."""
     device = prepare(args)
-    torch.set_flush_denormal(True)  # Adam's moments of a dead unit stay denormal, and slow: 3% of a step
     envs = make_envs(args, args.num_envs)
     actor = make_agent(args, envs).to(device)
     space, obs_dim = envs.single_action_space, envs.single_observation_space.shape[0]
