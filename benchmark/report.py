@@ -248,17 +248,24 @@ def differing(runs: list[Run]) -> list[str]:
 
 
 def by_settings(runs: list[Run], names: list[str]) -> dict[str, list[Run]]:
-    """Runs by their values of settings, in words: those values that most of the groups do not have."""
+    """Runs by their values of settings, in words: those values that most of the groups do not have.
+
+    Where as many groups have a flag as have not, one that has it not is told by its other values.
+    """
     groups = group(runs, names)
     counts = [Counter(map(repr, values)) for values in zip(*groups, strict=True)]
-    return {
-        ", ".join(
-            f"{name.replace('_', ' ')} {value}"
-            for name, value, counted in zip(names, values, counts, strict=True)
-            if counted[repr(value)] <= len(groups) / 2
-        ): seeds
-        for values, seeds in groups.items()
-    }
+    named = {}
+    for values, seeds in groups.items():
+        told, absent = [], []
+        for name, value, counted in zip(names, values, counts, strict=True):
+            if counted[repr(value)] <= len(groups) / 2:
+                words = name.replace("_", " ")
+                tied = value is False and counted["True"] == counted["False"]
+                (absent if tied else told).append(
+                    words if value is True else f"no {words}" if value is False else f"{words} {value}"
+                )
+        named[", ".join(told or absent)] = seeds
+    return named
 
 
 def curves(runs: list[Run]) -> dict[str, list[Run]]:

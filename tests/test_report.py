@@ -157,6 +157,24 @@ def test_two_values_are_curves_and_no_sweep(report, runs, tmp_path):
     assert list(report.curves(runs("grid"))) == ["alpha 0.1", "alpha 0.2"]
 
 
+def test_flags_in_words(report, runs, tmp_path):
+    """No name stands for two groups, whether half of them have a flag or most do."""
+    for name, flags in {
+        "ab": (1, 1, 1),
+        "a": (1, 0, 1),
+        "b": (0, 1, 1),
+        "-": (0, 0, 1),
+        "c": (0, 0, 0),
+    }.items():
+        write_run(tmp_path / f"five/{name}", {1: [0]}, **dict(zip("abc", map(bool, flags), strict=True)))
+        if name != "c":
+            write_run(tmp_path / f"four/{name}", {1: [0]}, a=bool(flags[0]), b=bool(flags[1]))
+    named = {name: seeds[0].folder.name for name, seeds in report.curves(runs("four")).items()}
+    assert named == {"a, b": "ab", "a": "a", "b": "b", "no a, no b": "-"}
+    named = {name: seeds[0].folder.name for name, seeds in report.curves(runs("five")).items()}
+    assert named == {"a, b": "ab", "a": "a", "b": "b", "ppo_continuous": "-", "no c": "c"}
+
+
 def test_tables_of_a_page(page, tmp_path):
     """1,000 steps at 0.5 a second and 1,000 at 0.25 are 6,000 s; the threshold is passed at the second."""
     progress = [{"global_step": 1000, "charts/SPS": 0.5}, {"global_step": 2000, "charts/SPS": 0.25}]
@@ -306,14 +324,14 @@ def test_differences_from_another_grid(report, page, tmp_path, monkeypatch):
     text = page("results")
     rows = re.findall(r"\| (\S+) \| (\D+\S+) \| (\S+) \((.*?)\) \| (\S+) \| 2 and 2 \|", text)
     assert [(env_id, name, middle, relative) for env_id, name, middle, _, relative in rows] == [
-        ("Ant-v4", "norm adv False", "-50", "-25%"),
-        ("Ant-v4", "clip vloss True", "+1", "+0%"),
+        ("Ant-v4", "no norm adv", "-50", "-25%"),
+        ("Ant-v4", "clip vloss", "+1", "+0%"),
         ("Ant-v4", "hidden size 9", "+2", "+1%"),
-        ("Swimmer-v4", "norm adv False", "-50", "-333%"),
-        ("Swimmer-v4", "clip vloss True", "+1", "+7%"),
+        ("Swimmer-v4", "no norm adv", "-50", "-333%"),
+        ("Swimmer-v4", "clip vloss", "+1", "+7%"),
         ("Swimmer-v4", "hidden size 9", "+2", "+13%"),
     ]
-    assert {interval for env_id, name, _, interval, _ in rows if name == "norm adv False"} == {
+    assert {interval for env_id, name, _, interval, _ in rows if name == "no norm adv"} == {
         "-250 to +150",  # (100, 100) - 50 against (300, 300), and the other way round
         "-60 to -40",
     }
@@ -330,9 +348,9 @@ def test_aggregate_over_environments(report, runs, page, tmp_path, monkeypatch):
     for script, env_id, scores, settings in (
         ("ppo_continuous", "HalfCheetah-v4", (1, 2), {"hidden_size": 256}),
         ("ppo_continuous", "Hopper-v4", (3,), {"hidden_size": 64}),
-        ("sb3_ppo", "HalfCheetah-v4", (0.5,), {"zoo": False}),
-        ("sb3_ppo", "HalfCheetah-v4", (8,), {"zoo": True}),
-        ("sb3_ppo", "Hopper-v4", (1.5,), {"zoo": False}),
+        ("sb3_ppo", "HalfCheetah-v4", (0.5,), {"zoo": False, "same_settings": True}),
+        ("sb3_ppo", "HalfCheetah-v4", (8,), {"zoo": True, "same_settings": False}),
+        ("sb3_ppo", "Hopper-v4", (1.5,), {"zoo": False, "same_settings": True}),
         ("sac_continuous", "Hopper-v4", (9,), {}),
         ("ppo_continuous", "Swimmer-v4", (9,), {"hidden_size": 64}),
     ):
@@ -344,7 +362,7 @@ def test_aggregate_over_environments(report, runs, page, tmp_path, monkeypatch):
     scores = report.scores_of(runs("results"), list(thresholds))
     assert {name: [x.ravel().tolist() for x in curve] for name, curve in scores.items()} == {
         "ppo_continuous": [pytest.approx([1, 2]), pytest.approx([3])],
-        "sb3_ppo: zoo False": [pytest.approx([0.5]), pytest.approx([1.5])],
+        "sb3_ppo: same settings": [pytest.approx([0.5]), pytest.approx([1.5])],
     }
     profile = report.profile(*scores["ppo_continuous"], above=np.array([0, 1.5, 2.5, 4]))
     assert profile.tolist() == pytest.approx([2.5, 2.25, 1, 0.75, 0.5, 0])  # of 1, 2, 3, 3
@@ -358,7 +376,7 @@ def test_aggregate_over_environments(report, runs, page, tmp_path, monkeypatch):
     columns = "| environments | runs | seeds | score, interquartile mean | score, mean |"
     # Two seeds of 1 and 2 are drawn as 1, 1 or 2, 2 in a quarter of the draws each.
     ours = "| ppo_continuous | 2, 1 | 2.50 (2.00 to 2.50) | 2.25 (2.00 to 2.50) |"
-    sb3 = "| sb3_ppo: zoo False | 1, 1 | 1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) |"
+    sb3 = "| sb3_ppo: same settings | 1, 1 | 1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) |"
     both = [f"| HalfCheetah-v4, Hopper-v4 {row}" for row in (ours, sb3)]
     assert "\n".join([columns, "|---|---|---|---|---|", *both]) in text
 
