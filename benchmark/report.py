@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import markdown
 import matplotlib
@@ -250,21 +250,26 @@ def differing(runs: list[Run]) -> list[str]:
 def by_settings(runs: list[Run], names: list[str]) -> dict[str, list[Run]]:
     """Runs by their values of settings, in words: those values that most of the groups do not have.
 
-    Where as many groups have a flag as have not, one that has it not is told by its other values.
+    Of flags that as many groups have as have not, a group is told by those that it has, if it has one.
     """
+
+    def words(name: str, value: Any) -> str:
+        name = name.replace("_", " ")
+        return name if value is True else f"no {name}" if value is False else f"{name} {value}"
+
     groups = group(runs, names)
     counts = [Counter(map(repr, values)) for values in zip(*groups, strict=True)]
     named = {}
     for values, seeds in groups.items():
-        told, absent = [], []
-        for name, value, counted in zip(names, values, counts, strict=True):
-            if counted[repr(value)] <= len(groups) / 2:
-                words = name.replace("_", " ")
-                tied = value is False and counted["True"] == counted["False"]
-                (absent if tied else told).append(
-                    words if value is True else f"no {words}" if value is False else f"{words} {value}"
-                )
-        named[", ".join(told or absent)] = seeds
+        settings = list(zip(names, values, counts, strict=True))
+        flagged = any(value is True and n["True"] == n["False"] for _, value, n in settings)
+        told = (
+            words(name, value)
+            for name, value, n in settings
+            if n[repr(value)] <= len(groups) / 2
+            and not (flagged and value is False and n["True"] == n["False"])
+        )
+        named[", ".join(told)] = seeds
     return named
 
 
