@@ -236,7 +236,8 @@ def make_runs(args: Args) -> list[Run]:
     for (script, env_id), group in groups.items():
         common = set.intersection(*({*flags(given)} for given, _ in group))
         for given, settings in group:
-            varying = {key: value for key, value in sorted(given.items()) if key not in ("env-id", "seed")}
+            unnamed = ("env-id", "seed", "torch-threads")  # what threads change is the time
+            varying = {key: value for key, value in sorted(given.items()) if key not in unnamed}
             # A peer is what its algorithm is, as a script is, though all of them be the same.
             shown = (x[2:] for x in flags(varying) if x not in common or x.startswith("--algorithm="))
             parts = [script.stem, env_id, *shown]

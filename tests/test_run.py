@@ -233,6 +233,10 @@ gamma = 1.0
 seed = 9
 greedy = false
 [[runs]]
+seed = 10
+greedy = false
+torch-threads = 2
+[[runs]]
 script = ["reinforce_cartpole"]
 estimator = ["total", "baseline"]
 anneal-lr = [true, false]
@@ -250,6 +254,7 @@ torch-threads = 2
             for seed in (3, 4)
         ),
         "runs/grid/qlearning_tabular__FrozenLake-v1__seed9",
+        "runs/grid/qlearning_tabular__FrozenLake-v1__seed10",
         *(
             f"runs/grid/reinforce_cartpole__CartPole-v1__{anneal}__estimator-{estimator}__seed1"
             for anneal in ("anneal-lr", "no-anneal-lr")
@@ -260,10 +265,11 @@ torch-threads = 2
         blackjack | {f"--alpha={alpha}", f"--seed={seed}"} for alpha in ("0.5", "1") for seed in (3, 4)
     ]
     expected.append({"--seed=9", "--no-greedy", "--torch-threads=1"})
+    expected.append({"--seed=10", "--no-greedy", "--torch-threads=2"})
     for anneal in ("--anneal-lr", "--no-anneal-lr"):
         expected += [reinforce | {anneal, f"--estimator={x}"} for x in ("total", "baseline")]
     assert sorted(map(sorted, flags)) == sorted(map(sorted, expected))
-    assert all(line.startswith("OMP_NUM_THREADS=2 ") == ("reinforce" in line) for line in lines)
+    assert all(line.startswith("OMP_NUM_THREADS=2 ") == ("--torch-threads=2" in line) for line in lines)
 
 
 def test_script_of_ones_own_beside_the_original():
