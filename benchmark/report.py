@@ -468,20 +468,25 @@ def learning_figure(named: dict[str, list[Run]], axis: str, footer: str) -> byte
 
 
 def sweep_figure(lines: dict[str, pd.DataFrame], runs: list[Run], setting: str, footer: str) -> bytes:
-    """What runs end with against a setting, the best value marked."""
+    """What runs end with against a setting, the best value marked; with a 0 among them, values lie evenly."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     ax = figure.subplots()
+    values = sorted({value for curve in lines.values() for value in curve.index})
+    place = float if values[0] > 0 else values.index
     for i, (name, curve) in enumerate(lines.items()):
         label = ", ".join(filter(None, [name, f"{curve['seeds'].min()} seeds for each value"]))
-        ax.plot(curve.index, curve["mean"], marker="o", ms=3, color=COLOURS[i % 7], label=label)
-        ax.fill_between(curve.index, curve["low"], curve["high"], color=COLOURS[i % 7], alpha=0.2, lw=0)
+        x = [place(value) for value in curve.index]
+        ax.plot(x, curve["mean"], marker="o", ms=3, color=COLOURS[i % 7], label=label)
+        ax.fill_between(x, curve["low"], curve["high"], color=COLOURS[i % 7], alpha=0.2, lw=0)
         best = curve["mean"].idxmax()
         star = {"marker": "*", "ms": 11, "ls": "", "label": f"best: {best:g}"}
-        ax.plot(best, curve["mean"][best], color=COLOURS[i % 7], **star)
+        ax.plot(place(best), curve["mean"][best], color=COLOURS[i % 7], **star)
     draw_references(ax, runs)
-    if min(run.config[setting] for run in runs) > 0:
+    if place is float:
         ax.set_xscale("log")
-    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    else:
+        ax.set_xticks(range(len(values)), [f"{value:,g}" for value in values])
     ax.margins(y=0.15)
     ax.set(xlabel=setting.replace("_", " "), ylabel="final return", title="mean and 95% interval over seeds")
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
