@@ -528,6 +528,7 @@ def difference_figure(differences: pd.DataFrame, origin: str, footer: str) -> by
         ax.errorbar(drawn["difference"], order, xerr=errors, fmt="o", ms=4, color=COLOURS[0], label=label)
         ax.axvline(0, color="0.3", lw=0.9)
         ax.set(title=env_id, xlabel="difference in final return")
+        ax.xaxis.set_major_locator(MaxNLocator(5))
         ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     return render(figure, "", footer)
 
