@@ -78,7 +78,8 @@ their own; the band is the standard error over all episodes of all seeds or, abo
 the seeds' means, the 95% bootstrap interval over seeds (by rliable); a run that --stop-at-return ended stays
 at its last one, while curves of training end with the first run that does. Dotted: published. In the tables,
 mean and standard error are over seeds or, of a single one, over its episodes, and the time is that of
-training, without evaluations. All of it made by"""
+training, without evaluations; steps and time to a return are medians over the seeds that reached it. All of
+it made by"""
 
 
 @dataclass
