@@ -167,6 +167,16 @@ def test_interrupted_grid_saves_and_prints_the_command_that_goes_on(signum):
     assert resumed()
 
 
+@pytest.mark.skipif(os.cpu_count() == 1, reason="one core has room for one run anyway")
+def test_runs_have_no_more_threads_than_there_are_cores():
+    """A run that takes all cores is alone with them; one a core stands beside others."""
+    for grid, threads, alone in (("all", os.cpu_count(), True), ("one", 1, False)):
+        run_grid(TINY + f"[[runs]]\ntorch-threads = {threads}", grid=grid)
+        first, second = sorted(Path("runs", grid).glob("*/"))
+        ended = (first / "completed").stat().st_mtime
+        assert (ended <= (second / "config.json").stat().st_mtime) == alone
+
+
 def test_finished_runs_are_skipped(tmp_path):
     """With their folders and without; and their results are had elsewhere without another run."""
     run_grid(TINY + "[[runs]]")
