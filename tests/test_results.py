@@ -55,11 +55,12 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
     sac = runs("sac", env_id="HalfCheetah-v4")
     a2c = [run for grid in ("a2c", "pong") for run in runs(grid, script="a2c_atari")]
     a2c = [run for run in a2c if run.config["env_id"].startswith("Pong")]
+    (whole,) = ends(runs("pong_10m"))
     lake = runs("qlearning", env_id="FrozenLake-v1", map_name=None)
     headlines = {
         "ppo_continuous": f"HalfCheetah-v4, 1M steps: {final_return(cheetah, 0)}",
         "sac_continuous": f"HalfCheetah-v4, 1M steps: {final_return(sac, 0)} ({len(sac)} seeds)",
-        "a2c_atari": f"Pong: {steps_to_18(a2c)}",
+        "a2c_atari": f"Pong: {steps_to_18(a2c)}; {whole[1]:.1f} after {whole[0] / 1e6:.0f}M (1 run)",
         "qcritic_atari": f"Pong: {steps_to_18(runs('pong', script='qcritic_atari'))}",
         "reinforce_cartpole": f"CartPole-v1: {episodes_to_500(runs('reinforce', estimator='baseline'))}",
         "qlearning_tabular": f"FrozenLake-v1: {final_return(lake, 3)}",
