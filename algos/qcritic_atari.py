@@ -138,82 +138,57 @@ RANGES |= dict.fromkeys(("gamma", "rms_alpha"), (0, 1))
 RANGES |= {"stop_at_return": (-sys.float_info.max, sys.float_info.max)}
 
 
-class KeptLayer(torch.autograd.Function):
-    """A convolution and relu whose input x and output y are kept from acting: only the backward pass is left.
+class AtariNetwork(nn.Module):
+    """The network of Mnih et al. 2015 (Nature 518, p. 529) below its heads.
 
-    The gradient of a rollout's loss is that of
-
-        logits, values = agent(torch.cat(observations))
-        loss(logits, values).backward()
-
-    whose first line would compute again what acting has computed: a fifth more time for the networks.
+    Orthogonal weights with gain sqrt 2; biases zero. The hidden layer is fully connected, to pictures of 7x7;
+    as a convolution it takes half the time in float32. With layer_norm what a layer computes is normalised
+    over each sample, before its relu. With bf16 the layers compute in bfloat16.
     """
 
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, stride: tuple[int, int], y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, y)
-        ctx.stride = stride
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, y = ctx.saved_tensors
-        grad = torch.ops.aten.threshold_backward(grad, y, 0)  # of relu
-        convolution = ([len(weight)], ctx.stride, (0, 0), (1, 1), False, (0, 0), 1)
-        grads = torch.ops.aten.convolution_backward(
-            grad, x.to(y.dtype), weight.to(y.dtype), *convolution, ctx.needs_input_grad[:3]
-        )
-        return *grads, None, None
-
-
-class AtariAgent(nn.Module):
-    """The network of Mnih et al. 2015 (Nature 518, p. 529), with a policy's and a critic's head.
-
-    Orthogonal weights, with gain sqrt 2, 0.01 for the policy and for a critic of actions, whose first
-    differences between them mean nothing, 1 for a critic of states; biases zero. The hidden layer is fully
-    connected, to pictures of 7x7; as a convolution it takes half the time in float32. With bf16, all but the
-    heads is computed in bfloat16.
-    """
-
-    def __init__(self, num_actions: int, num_values: int, bf16: bool):
+    def __init__(self, bf16: bool, layer_norm: bool = False):
         super().__init__()
         self.bf16 = bf16
         self.conv1 = nn.Conv2d(4, 32, 8, stride=4)
         self.conv2 = nn.Conv2d(32, 64, 4, stride=2)
         self.conv3 = nn.Conv2d(64, 64, 3)
         self.hidden = nn.Conv2d(64, 512, 7)
+        self.layers = (self.conv1, self.conv2, self.conv3, self.hidden)
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight, math.sqrt(2))
+            nn.init.zeros_(layer.bias)
+        norms = [nn.GroupNorm(1, x.out_channels) if layer_norm else nn.Identity() for x in self.layers]
+        self.norms = nn.ModuleList(norms)  # of one group: over all of a sample
+        self.to(memory_format=torch.channels_last)  # for which convolutions take three quarters of the time
+
+    def features(self, obs: Tensor) -> Tensor:
+        """What the heads take, (batch, 512), of observations (batch, 4, 84, 84)."""
+        x = obs.contiguous(memory_format=torch.channels_last) * (1 / 255)
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+            for layer, norm in zip(self.layers, self.norms, strict=True):
+                x = F.relu(norm(layer(x)))
+        return x.flatten(1).float()
+
+
+class AtariAgent(AtariNetwork):
+    """A policy's and a critic's head on one network.
+
+    Their weights are orthogonal, with gain 0.01 for the policy and for a critic of actions, whose first
+    differences between them mean nothing, and 1 for a critic of states; biases zero.
+    """
+
+    def __init__(self, num_actions: int, num_values: int, bf16: bool):
+        super().__init__(bf16)
         self.policy = nn.Linear(512, num_actions)
         self.critic = nn.Linear(512, num_values)
-        self.convolutions = (self.conv1, self.conv2, self.conv3, self.hidden)
-        gains = {self.policy: 0.01, self.critic: 1.0 if num_values == 1 else 0.01}
-        for layer in self.children():
-            nn.init.orthogonal_(layer.weight, gains.get(layer, math.sqrt(2)))
-            nn.init.zeros_(layer.bias)
-        self.to(memory_format=torch.channels_last)  # for which convolutions take three quarters of the time
+        for head, gain in ((self.policy, 0.01), (self.critic, 1.0 if num_values == 1 else 0.01)):
+            nn.init.orthogonal_(head.weight, gain)
+            nn.init.zeros_(head.bias)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (batch, num_actions) and values (batch, num_values) of observations (batch, 4, 84, 84)."""
-        return self.heads(self.activations(obs)[-1])
-
-    def activations(self, obs: Tensor) -> list[Tensor]:
-        """What goes into each layer below the heads, and what comes out of the last: (batch, 512, 1, 1)."""
-        activations = [obs.contiguous(memory_format=torch.channels_last) * (1 / 255)]
-        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            for layer in self.convolutions:
-                activations.append(F.relu(layer(activations[-1])))
-        return activations
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and values of the last activations."""
-        x = x.flatten(1).float()
-        return self.policy(x), self.critic(x)
-
-    def rollout_outputs(self, activations: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
-        """Logits and values of a rollout, to be differentiated, from the activations at each of its steps."""
-        x, *outputs = (torch.cat(steps) for steps in zip(*activations, strict=True))
-        for layer, y in zip(self.convolutions, outputs, strict=True):
-            x = KeptLayer.apply(x, layer.weight, layer.bias, layer.stride, y)
-        return self.heads(x)
+        features = self.features(obs)
+        return self.policy(features), self.critic(features)
 
 
 def sample_actions(logits: Tensor, rng: torch.Generator) -> Tensor:
@@ -349,12 +324,12 @@ def train(args: Args) -> None:
         learning_rate = args.learning_rate * (1 - run.progress if args.anneal_lr else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
 
-        # Collect. The update is of the same weights, so the activations are kept for it.
-        activations, actions, episodes, bootstraps = [], [], [], torch.zeros(shape, device=device)
+        # Collect.
+        observations, actions, episodes, bootstraps = [], [], [], torch.zeros(shape, device=device)
         with torch.no_grad():
             for t in range(args.num_steps):
-                activations.append(agent.activations(torch.as_tensor(obs, device=device)))
-                actions.append(sample_actions(agent.heads(activations[t][-1])[0], rng))
+                observations.append(torch.as_tensor(obs, device=device))
+                actions.append(sample_actions(agent(observations[t])[0], rng))
                 obs, reward, terminated, truncated, info = envs.step(actions[t].cpu().numpy())
                 reward_buffer[t], done_buffer[t] = np.sign(reward), terminated | truncated
                 if truncated.any():  # then not terminated, says ale-py
@@ -373,7 +348,7 @@ def train(args: Args) -> None:
         returns = n_step_returns(rewards, bootstraps, done, last_values, args.gamma).flatten()
 
         # Update.
-        logits, q_values = agent.rollout_outputs(activations)
+        logits, q_values = agent(torch.cat(observations))
         actions = torch.cat(actions)
         losses = qcritic_loss(logits, q_values, actions, returns, args)
         optimizer.zero_grad()

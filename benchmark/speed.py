@@ -61,7 +61,7 @@ ATARI = Contest(
     settings={"num_envs": 16, "num_steps": 5, "total_timesteps": 25_000},
     parts={
         "environments": ("AtariGames.step",),
-        "forward passes": ("AtariAgent.activations",),
+        "forward passes": ("AtariAgent.forward",),
         "backward pass": ("torch.Tensor.backward",),
         "clipping and RMSprop": ("nn.utils.clip_grad_norm_", "torch.optim.RMSprop.step"),
     },
