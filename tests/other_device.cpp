@@ -68,7 +68,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 // What a tensor or a generator must pass where the CPU's may not stand.
 template <typename T>
 const T& checked(const T& x) {
-  TORCH_CHECK(x.device() == device, "Expected everything to be on ", device, ", but found ", x.device());
+  TORCH_CHECK(x.device() == device, "Expected everything to be on the same device, ", device, ", but found ", x.device());
   return x;
 }
 

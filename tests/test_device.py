@@ -1,5 +1,6 @@
 """Every script that has a network, on a device other than the CPU, where mixing the two fails as on a GPU."""
 
+import math
 import multiprocessing
 import os
 import shutil
@@ -32,13 +33,13 @@ OFF_POLICY = {
 }
 ATARI = {
     "env_id": "PlainRL/ShortBreakout-v0",
-    "total_timesteps": 180,
-    "num_envs": 3,
+    "total_timesteps": 120,
+    "num_envs": 2,
     "num_steps": 5,
-    "eval_interval": 75,
+    "eval_interval": 60,
     "eval_episodes": 2,
     "greedy": False,
-    "checkpoint_interval": 90,
+    "checkpoint_interval": 60,
 }
 RUNS = {
     "ppo_continuous": SHORT_RUN,
@@ -99,23 +100,53 @@ def run(library: Path, folder: Path, name: str, arguments: list[str], killed_at:
         script.main()
 
 
+def mix(library: Path) -> None:
+    """Fails unless the device refuses what a GPU refuses, and takes what it takes."""
+    device = other_device.register(library)
+    ours, theirs, index = torch.ones(2, device=device), torch.ones(2), torch.zeros(2, dtype=torch.long)
+    generator = torch.Generator(device)
+    mixtures = (
+        lambda: ours + theirs,
+        lambda: theirs.add_(ours),
+        lambda: torch.tensor(1.0).add_(ours[0]),
+        lambda: torch.cat([ours, theirs]),
+        lambda: torch.where(ours > 0, ours, theirs),
+        lambda: torch.nn.functional.linear(theirs, ours),
+        lambda: ours.gather(0, index),
+        lambda: theirs[index.to(device)],
+        lambda: ours.index_put_((index,), theirs),
+        lambda: torch.rand(2, generator=generator),
+        lambda: torch.rand(2, device=device, generator=torch.Generator()),
+        lambda: ours.numpy(),
+    )
+    for mixture in mixtures:
+        with pytest.raises((RuntimeError, TypeError), match="device"):
+            mixture()
+    ours[index] = 2 * torch.tensor(1.5)
+    assert (ours + torch.tensor(1.0)).tolist() == [4.0, 2.0]
+    assert torch.rand(2, device=device, generator=generator).device == device
+
+
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory) -> Callable:
-    """Runs a script's command on the other device, in a process of its own, and returns its exit status."""
+    """Calls a function with the device's library, in a process of its own; returns the exit status."""
     library = other_device.build(tmp_path_factory.mktemp("device"))
     context = multiprocessing.get_context("forkserver")
     # What takes seconds to import, once for all; the device's name can be given only once in a process.
     slow = ["torch._dynamo", "torch.utils.tensorboard", "tyro", "gymnasium.envs.mujoco"]
     context.set_forkserver_preload(slow)
 
-    def launch(folder: Path, name: str, *arguments, killed_at: float = float("inf")) -> int:
-        command = [*map(str, arguments)]
-        process = context.Process(target=run, args=(library, folder, name, command, killed_at))
+    def launch(function: Callable, *arguments) -> int:
+        process = context.Process(target=function, args=(library, *arguments))
         process.start()
         process.join(timeout=300)
         return process.exitcode
 
     return launch
+
+
+def test_device_refuses_what_a_gpu_refuses(launch):
+    assert launch(mix) == 0
 
 
 def saved(folder: Path) -> dict[str, dict]:
@@ -125,23 +156,26 @@ def saved(folder: Path) -> dict[str, dict]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_trains_resumes_to_the_same_bits_and_plays(name, launch, tmp_path):
-    settings, killed_at = flags(RUNS[name]), RUNS[name]["total_timesteps"] * 0.7
+    script, settings, killed_at = load_script(name), flags(RUNS[name]), RUNS[name]["total_timesteps"] * 0.7
     whole, killed, cpu = tmp_path / "whole", tmp_path / "killed", tmp_path / "cpu"
-    assert launch(tmp_path, name, *settings, "--run-dir", whole) == 0
-    assert launch(tmp_path, name, *settings, "--run-dir", killed, killed_at=killed_at) == -signal.SIGKILL
+
+    def command(*arguments, killed_at: float = math.inf) -> int:
+        return launch(run, tmp_path, name, [*map(str, arguments)], killed_at)
+
+    assert command(*settings, "--run-dir", whole) == 0
+    assert command(*settings, "--run-dir", killed, killed_at=killed_at) == -signal.SIGKILL
     assert 0 < saved(killed)["checkpoint"]["global_step"] < killed_at
-    assert launch(tmp_path, name, "--resume", killed) == 0
+    assert command("--resume", killed) == 0
     ours, theirs = saved(killed), saved(whole)
     assert ours.keys() == theirs.keys()
     for file in ours:
         assert_same(ours[file], theirs[file])
     assert (killed / "evaluations.csv").read_text() == (whole / "evaluations.csv").read_text()
 
-    assert launch(tmp_path, name, "--evaluate", killed, "--eval-episodes", 2) == 0
+    assert command("--evaluate", killed, "--eval-episodes", 2) == 0
     lines = (tmp_path / "output").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["episode", "episode", "mean"]
 
     # What shares its memory with an array on the CPU, and does not elsewhere, must make no difference.
-    script = load_script(name)
     script.train(script.Args(**RUNS[name], device="cpu", run_dir=cpu))
     torch.testing.assert_close(ours["model"]["agent"], saved(cpu)["model"]["agent"], atol=1e-4, rtol=1e-4)
