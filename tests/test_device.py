@@ -25,7 +25,6 @@ OFF_POLICY = {
     "buffer_size": 90,  # full, and overwritten, before the run is killed
     "learning_starts": 40,
     "batch_size": 16,
-    "hidden_size": 16,
     "eval_interval": 80,
     "eval_episodes": 2,
     "greedy": False,
@@ -43,7 +42,7 @@ ATARI = {
 }
 RUNS = {
     "ppo_continuous": SHORT_RUN,
-    "sac_continuous": OFF_POLICY,
+    "sac_continuous": OFF_POLICY | {"hidden_size": 16},
     "a2c_atari": ATARI,
     "qcritic_atari": ATARI,
     "reinforce_cartpole": {
