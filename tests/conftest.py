@@ -13,6 +13,7 @@ from types import ModuleType
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before the first import of torch: the networks are small, the cores few
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -108,6 +109,11 @@ def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of a run: for each tag, steps and values."""
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}, purge_orphaned_data=True).Reload()
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def evaluation_seed(seed: int, step: int) -> int:
+    """That of a run's evaluation at a step: of a stream that training does not use."""
+    return int(np.random.SeedSequence((seed, step, 2**31)).generate_state(1)[0])
 
 
 def assert_same(a: dict, b: dict) -> None:

@@ -164,7 +164,7 @@ def test_ppo_loss_and_its_gradient_are_the_textbook_ones(ppo, clip_vloss):
     policy_loss, value_loss = -surrogate.mean(), squares.mean() / 2
     total = policy_loss + 0.7 * value_loss - 0.03 * entropy
 
-    losses = ppo.ppo_loss(log_ratio, values, entropy, batch, args)
+    losses = ppo.ppo_loss(log_ratio, values, entropy, batch, 0.2, args)
     torch.testing.assert_close(losses, (total, policy_loss, value_loss))
     torch.testing.assert_close(torch.autograd.grad(losses[0], inputs), torch.autograd.grad(total, inputs))
 
@@ -175,10 +175,13 @@ def test_gradient_agrees_with_finite_differences(ppo, clip_vloss):
     agent, parameters = make_agent(ppo)
     args = ppo.Args(ent_coef=0.01, clip_vloss=clip_vloss, max_grad_norm=1e9)
     batch, differences = make_batch(ppo, agent), torch.empty_like(parameters)
-    gradient, (total, policy, value, entropy, norm), log_ratio = gradient_of(ppo, agent, batch, args)
+    gradient, log_ratio, scalars = gradient_of(ppo, agent, batch, args)
+    names = ("total", "policy_loss", "value_loss", "entropy", "grad_norm")
+    total, policy, value, entropy, norm = (scalars.pop(f"losses/{name}") for name in names)
+    assert not scalars
 
     def loss() -> torch.Tensor:
-        return gradient_of(ppo, agent, batch, args)[1][0]
+        return gradient_of(ppo, agent, batch, args)[2]["losses/total"]
 
     for i in range(len(parameters)):
         parameters[i] += 1e-6
@@ -196,8 +199,9 @@ def test_gradient_agrees_with_finite_differences(ppo, clip_vloss):
 def test_gradient_is_clipped_to_the_largest_norm_and_no_further(ppo):
     agent, _ = make_agent(ppo)
     batch = make_batch(ppo, agent)
-    whole, (*_, norm), _ = gradient_of(ppo, agent, batch, ppo.Args(max_grad_norm=1e9))
-    clipped, (*_, norm_before), _ = gradient_of(ppo, agent, batch, ppo.Args(max_grad_norm=0.01))
+    whole, _, scalars = gradient_of(ppo, agent, batch, ppo.Args(max_grad_norm=1e9))
+    clipped, _, scalars_of_clipped = gradient_of(ppo, agent, batch, ppo.Args(max_grad_norm=0.01))
+    norm, norm_before = (x["losses/grad_norm"] for x in (scalars, scalars_of_clipped))
     assert norm_before == norm > 0.01
     torch.testing.assert_close(clipped, whole * 0.01 / norm, rtol=1e-3, atol=0)
     torch.testing.assert_close(whole.norm(), norm)
@@ -245,7 +249,7 @@ def test_gradient_agrees_with_stable_baselines3(ppo, max_grad_norm):
         torch.from_numpy(buffer.returns).flatten(),
     )
     args = ppo.Args(clip_coef=0.2, ent_coef=0.02, vf_coef=0.8, max_grad_norm=max_grad_norm)
-    gradient, _, log_ratio = gradient_of(ppo, agent, batch, args)
+    gradient, log_ratio, _ = gradient_of(ppo, agent, batch, args)
     assert log_ratio.exp().min() < 0.8
     assert log_ratio.exp().max() > 1.2
     expected = torch.cat([counterparts[p].grad.flatten() for p in agent.parameters()])

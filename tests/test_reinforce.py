@@ -17,7 +17,16 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, contents, flags, load_script, run_python, scalars, script_path
+from conftest import (
+    assert_same,
+    contents,
+    evaluation_seed,
+    flags,
+    load_script,
+    run_python,
+    scalars,
+    script_path,
+)
 from gymnasium.spaces import Box, Discrete
 
 ESTIMATORS = ("total", "discounted", "reward-to-go", "baseline")
@@ -576,7 +585,7 @@ def test_saved_policy_scores_what_training_reported(reinforce, train, main, capf
     expected = [float(row[2]) for row in rows if row[0] == str(step)]
     before, _ = contents(Path()), capfd.readouterr()
     options = ["--greedy" if greedy else "--no-greedy"]
-    main("--evaluate", "run", "--eval-episodes", 3, "--seed", reinforce.derive_seed(1, step, 2), *options)
+    main("--evaluate", "run", "--eval-episodes", 3, "--seed", evaluation_seed(1, step), *options)
     *episodes, summary = capfd.readouterr().out.splitlines()
     assert [float(re.search(r"return (.*),", line)[1]) for line in episodes] == expected
     mean, deviation, _ = (float(x) for x in re.findall(r"[\d.]+", summary))
