@@ -147,13 +147,13 @@ def test_update_is_that_of_stable_baselines3(ppo_atari, train, monkeypatch):
 
     def make_agent(args, envs):  # whose actions depend on what it sees
         agent = ppo_atari.AtariAgent(6, 1, False)
-        torch.nn.init.normal_(agent.policy.weight, std=0.2)
+        torch.nn.init.normal_(agent.policy.weight, std=0.1)
         return agent
 
     monkeypatch.setattr(torch.optim, "Adam", Adam)
     monkeypatch.setattr(ppo_atari, "make_agent", make_agent)
     losses = record(monkeypatch, ppo_atari, "ppo_loss")
-    settings = {"ent_coef": 0.03, "clip_vloss": False, "num_minibatches": 1}
+    settings = {"ent_coef": 0.03, "clip_vloss": False, "learning_rate": 5e-5, "num_minibatches": 1}
     settings |= {"anneal_clip": False, "total_timesteps": ROLLOUT}
     logged = train(**settings, vf_coef=0.8, max_grad_norm=0.3)
 
