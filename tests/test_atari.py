@@ -284,7 +284,7 @@ def test_reported_scores_are_those_of_the_games(atari, train, monkeypatch):
     if "PlainRL/LongBreakout-v0" not in gym.registry:
         gym.register("PlainRL/LongBreakout-v0", "ale_py.env:AtariEnv", kwargs=long)
     histories = games(atari, monkeypatch)
-    settings = {"env_id": "PlainRL/LongBreakout-v0", "eval_interval": 0, "num_envs": 2}
+    settings = {"env_id": "PlainRL/LongBreakout-v0", "eval_interval": 0, "num_envs": 2, "num_steps": 25}
     checkpoint = train(**settings, total_timesteps=1500, checkpoint_interval=10_000)
     console = ale_py.ALEInterface()
     console.setFloat("repeat_action_probability", 0.0)
