@@ -14,8 +14,7 @@
 # ///
 """Proximal policy optimization (PPO) on Atari games.
 
-Schulman et al. 2017, arXiv 1707.06347, with the advantages of Schulman et al. 2015, arXiv 1506.02438 (GAE),
-and with what OpenAI's code has beside the paper: Huang et al. 2022, "The 37 implementation details of PPO".
+Schulman et al. 2017, arXiv 1707.06347, with the advantages of Schulman et al. 2015, arXiv 1506.02438 (GAE).
 Each rollout is used for several epochs of minibatches. With r = pi(a|s) / pi_old(a|s) and the advantage A
 from GAE, PPO maximises
 
@@ -24,6 +23,10 @@ from GAE, PPO maximises
     python ppo_atari.py --env-id PongNoFrameskip-v4                     trains
     python ppo_atari.py --resume runs/RUN                               goes on from the last checkpoint
     python ppo_atari.py --evaluate runs/RUN --greedy --capture-video    plays whole games for their score
+
+Not in the paper but in OpenAI's code (Huang et al. 2022, "The 37 implementation details of PPO"): orthogonal
+weights, advantages normalised in each minibatch, the value's change clipped as the ratio is, the gradient's
+norm clipped. In neither: a time limit is no end, and what it cuts off is bootstrapped.
 
 In training a reward counts by its sign and a lost life as the end of an episode, after which the game goes
 on; every return that is reported is the score of a whole game. A step is an action, which lasts 4 frames.
@@ -391,12 +394,11 @@ def train(args: Args) -> None:
                 optimizer.step()
                 steps.append((log_ratio.detach(), torch.stack([*losses, entropy, norm]).detach()))
         log_ratio, losses = (torch.stack(x) for x in zip(*steps, strict=True))
+        approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()  # k3, joschu.net/blog/kl-approx.html
 
         names = ("total", "policy_loss", "value_loss", "entropy", "grad_norm")
         scalars = {f"losses/{name}": x for name, x in zip(names, losses.unbind(1), strict=True)} | {
-            "losses/approx_kl": (
-                log_ratio.exp() - 1 - log_ratio
-            ).mean(),  # k3, joschu.net/blog/kl-approx.html
+            "losses/approx_kl": approx_kl,
             "losses/clipfrac": ((log_ratio.exp() - 1).abs() > clip_coef).float(),
             "values/predictions": rollout.values,
             "values/targets": rollout.returns,
