@@ -255,8 +255,8 @@ def gae(
 class Rollout(NamedTuple):
     """A rollout, or a part of it."""
 
-    obs: Tensor  # (batch, obs_dim), normalised
-    actions: Tensor  # (batch, action_dim), before clipping to the box
+    obs: Tensor  # (batch, ...), as the agent takes them
+    actions: Tensor  # (batch, ...), as the policy drew them
     log_probs: Tensor  # (batch,), as all that follow; of the policy that acted
     values: Tensor
     advantages: Tensor

@@ -1,4 +1,4 @@
-"""A2C and the Q critic on Atari games: what the two scripts share, then what each has of its own."""
+"""A2C, the Q critic and PPO on Atari games: what they share, then what the first two have of their own."""
 
 import itertools
 import math
@@ -31,7 +31,13 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from stable_baselines3 import A2C
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-SCRIPTS = ("a2c_atari", "qcritic_atari")
+SCRIPTS = ("a2c_atari", "qcritic_atari", "ppo_atari")
+with_n_step_returns = pytest.mark.parametrize("atari", SCRIPTS[:2], indirect=True)
+OWN_SETTINGS = {"ppo_atari": {"num_minibatches": 5, "update_epochs": 1}}
+OWN_TAGS = {
+    "qcritic_atari": {"values/q_mean", "values/q_spread", "values/state_values", "values/q_gap"},
+    "ppo_atari": {"losses/approx_kl", "losses/clipfrac", "charts/clip_coef"},
+}
 SHORT_RUN = {
     "env_id": "PlainRL/Breakout-v0",
     "total_timesteps": 480,
@@ -58,6 +64,14 @@ LONGER = SHORT | {"max_num_frames_per_episode": 700}
 gym.register("PlainRL/SpaceInvaders-v0", "ale_py.env:AtariEnv", kwargs={"game": "space_invaders", **LONGER})
 
 
+def short_run(atari) -> dict:
+    return SHORT_RUN | OWN_SETTINGS.get(atari.SCRIPT, {})
+
+
+def returns_function(atari) -> str:
+    return "gae" if atari.SCRIPT == "ppo_atari" else "n_step_returns"
+
+
 @pytest.fixture(scope="session", params=SCRIPTS)
 def atari(request) -> ModuleType:
     return load_script(request.param)
@@ -79,7 +93,7 @@ def train(atari, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(run_dir: str = "run", **settings) -> dict:
-        atari.train(atari.Args(**(SHORT_RUN | settings | {"run_dir": Path(run_dir)})))
+        atari.train(atari.Args(**(short_run(atari) | settings | {"run_dir": Path(run_dir)})))
         return torch.load(Path(run_dir, "checkpoint.pt"), weights_only=True)
 
     return run
@@ -135,6 +149,7 @@ def slow_returns(rewards, bootstraps, done, last_value, gamma) -> list[float]:
     return returns
 
 
+@with_n_step_returns
 @pytest.mark.parametrize("seed", range(10))
 def test_returns_are_those_of_a_slow_reference(atari, seed):
     rng, shape = np.random.default_rng(seed), (12, 4)
@@ -148,6 +163,7 @@ def test_returns_are_those_of_a_slow_reference(atari, seed):
     np.testing.assert_allclose(atari.n_step_returns(*tensors, 0.9), np.transpose(expected), rtol=1e-12)
 
 
+@with_n_step_returns
 def test_returns_of_a_known_case(atari):
     rewards = torch.tensor([0.1, 0.2, -0.01, 0.5, 4, -1])[:, None]
     done = torch.tensor([False, False, False, True, False, False])[:, None]
@@ -202,6 +218,7 @@ def test_a_reset_leaves_nothing_of_what_was_before(atari, env_id):
     assert (first != play(envs, 6)).any()
 
 
+@with_n_step_returns
 def test_every_transition_is_learned_from_once(atari, train, monkeypatch):
     """Observations, actions, signs of rewards, ends by a lost life too, values of what was cut off."""
     histories, passes, calls, losses = games(atari, monkeypatch), [], [], []
@@ -277,7 +294,7 @@ def test_reported_scores_are_those_of_the_games(atari, train, monkeypatch):
     if "PlainRL/LongBreakout-v0" not in gym.registry:
         gym.register("PlainRL/LongBreakout-v0", "ale_py.env:AtariEnv", kwargs=long)
     histories = games(atari, monkeypatch)
-    settings = {"env_id": "PlainRL/LongBreakout-v0", "eval_interval": 0, "num_envs": 2}
+    settings = {"env_id": "PlainRL/LongBreakout-v0", "eval_interval": 0, "num_envs": 2, "num_steps": 25}
     checkpoint = train(**settings, total_timesteps=1500, checkpoint_interval=10_000)
     console = ale_py.ALEInterface()
     console.setFloat("repeat_action_probability", 0.0)
@@ -333,6 +350,8 @@ def test_learns_what_chance_does_not_reach(atari, train, monkeypatch):
     """Chance is right in 2.5 of 10; after 300 updates the sampled policy is in 9."""
     monkeypatch.setattr(atari, "make_envs", lambda args, num_envs, *_, **__: Lamp(num_envs))
     settings = {"num_envs": 8, "total_timesteps": 300 * 40, "checkpoint_interval": 100_000}
+    if atari.SCRIPT == "ppo_atari":
+        settings |= {"num_minibatches": 1, "update_epochs": 2, "total_timesteps": 150 * 40}
     checkpoint = train(**settings, eval_interval=0, learning_rate=3e-4)
     assert np.mean(checkpoint["recent"], axis=0)[0] > 9
 
@@ -347,8 +366,8 @@ def test_same_seed_gives_the_same_bits_whatever_is_evaluated(train):
 def test_killed_twice_and_resumed_equals_uninterrupted(atari, train, tmp_path):
     """In an update, and between the two files of a checkpoint."""
     short = {"env_id": "BreakoutNoFrameskip-v4", "total_timesteps": 240, "eval_interval": 120}
-    reference, start = train("whole", **short), [*flags(SHORT_RUN | short), "--run-dir", "killed"]
-    for function, call in (("n_step_returns", 10), ("replace", 3)):
+    reference, start = train("whole", **short), [*flags(short_run(atari) | short), "--run-dir", "killed"]
+    for function, call in ((returns_function(atari), 10), ("replace", 3)):
         killed = run_python("-c", KILLER, atari.__file__, function, call, *start, cwd=tmp_path)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         start = ["--resume", "killed"]
@@ -367,8 +386,7 @@ def test_run_folder(atari, train):
     names = sorted(re.sub(r"^(events\.out\.tfevents).*", r"\1", path.name) for path in Path("run").iterdir())
     assert names == ["checkpoint.pt", "config.json", "evaluations.csv", "events.out.tfevents", "model.pt"]
     logged = scalars(Path("run"))
-    own = {"values/q_mean", "values/q_spread", "values/state_values", "values/q_gap"}
-    assert logged.keys() == TAGS | (own if atari.SCRIPT == "qcritic_atari" else set())
+    assert logged.keys() == TAGS | OWN_TAGS.get(atari.SCRIPT, set())
     logs = [120, 180, 240, 360, 480]  # at evaluations and checkpoints
     assert [step for step, _ in logged["losses/total"]] == logs
     assert [step for step, _ in logged["eval/return_mean"]] == [180, 360, 480]
@@ -376,7 +394,8 @@ def test_run_folder(atari, train):
     assert least <= mean <= greatest
     rates = [rate for _, rate in logged["charts/learning_rate"]]
     updates = [range(start, end, 15) for start, end in itertools.pairwise([0, *logs])]
-    assert rates == pytest.approx([7e-4 * (1 - np.mean(steps) / 480) for steps in updates])
+    first = atari.Args.learning_rate
+    assert rates == pytest.approx([first * (1 - np.mean(steps) / 480) for steps in updates])
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -430,10 +449,9 @@ def test_games_of_gymnasium_and_bf16(train, env_id):
 
 def test_non_finite_gradient_stops_the_run(atari, train, monkeypatch):
     calls = iter(range(1000))
-    returns = atari.n_step_returns
-    monkeypatch.setattr(
-        atari, "n_step_returns", lambda *x: returns(*x) * (math.nan if next(calls) == 9 else 1)
-    )
+    name = returns_function(atari)
+    returns = getattr(atari, name)
+    monkeypatch.setattr(atari, name, lambda *x: returns(*x) * (math.nan if next(calls) == 9 else 1))
     with pytest.raises(SystemExit, match=r"error: non-finite .* step 150; .* run/checkpoint.pt"):
         train()
     assert torch.load("run/checkpoint.pt", weights_only=True)["global_step"] == 120
@@ -443,7 +461,8 @@ def test_non_finite_gradient_stops_the_run(atari, train, monkeypatch):
 def refusal(atari, main, tmp_path, monkeypatch, capfd):
     """Runs the script beside a finished run; returns its one line of error."""
     monkeypatch.chdir(tmp_path)
-    atari.train(atari.Args(**(SHORT_RUN | {"total_timesteps": 15, "eval_interval": 0}), run_dir=Path("run")))
+    settings = short_run(atari) | {"total_timesteps": 15, "eval_interval": 0}
+    atari.train(atari.Args(**settings, run_dir=Path("run")))
     capfd.readouterr()
 
     def run(*arguments) -> str:
@@ -466,7 +485,7 @@ def test_bad_input(atari, refusal):
         ("--env-id", "CartPole-v1"): "Atari",
         ("--env-id", "Pong-v4"): "NoFrameskip-v4",
         ("--gamma", "1.1"): "--gamma",
-        ("--rms-alpha", "nan"): "--rms-alpha",
+        ("--vf-coef", "nan"): "--vf-coef",
         ("--num-envs", "0"): "--num-envs",
         ("--vf-coef", "-1"): "--vf-coef",
         ("--run-dir", "run"): "--resume run",
@@ -477,7 +496,7 @@ def test_bad_input(atari, refusal):
         assert hint in refusal(*arguments)
     for name, file in (("--resume", "checkpoint.pt"), ("--evaluate", "model.pt")):
         state = torch.load(Path("run", file), weights_only=True)
-        (other,) = set(SCRIPTS) - {atari.SCRIPT}
+        other = SCRIPTS[SCRIPTS.index(atari.SCRIPT) - 1]
         torch.save(state | {"script": other}, Path("run", file))
         assert other in refusal(name, "run")
         torch.save(state | {"agent": {}}, Path("run", file))

@@ -45,6 +45,7 @@ RUNS = {
     "sac_continuous": OFF_POLICY | {"hidden_size": 16},
     "a2c_atari": ATARI,
     "qcritic_atari": ATARI,
+    "ppo_atari": ATARI | {"num_minibatches": 2, "update_epochs": 2},
     "reinforce_cartpole": {
         "total_timesteps": 1000,
         "num_envs": 2,
