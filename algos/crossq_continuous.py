@@ -62,8 +62,6 @@ class Args:
     """transitions that the replay buffer holds; then each new one replaces the oldest"""
     learning_starts: int = 5_000
     """environment steps with random actions before the first update"""
-    utd: float = 1.0
-    """updates for each environment step"""
     batch_size: int = 256
     """transitions of one update"""
     gamma: float = 0.99
@@ -74,10 +72,6 @@ class Args:
     """step size of Adam for the critics"""
     policy_frequency: int = 3
     """updates of the critics from one of the policy and the temperature to the next"""
-    autotune: bool = True
-    """learn the temperature; it starts at 1"""
-    alpha: float = 0.2
-    """temperature with --no-autotune"""
     critic_hidden_size: int = 512
     """units in each of the two ReLU layers of a critic"""
     policy_hidden_size: int = 256
@@ -265,17 +259,6 @@ class ReplayBuffer:
         self.added = state["added"]
 
 
-def flatten_parameters(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor that holds all parameters, each of which becomes a view of it.
-
-    Clipping and Adam then work on one tensor in place of a dozen: in PPO 0.13 ms of 0.66 a minibatch.
-    """
-    flat = torch.cat([p.detach().flatten() for p in parameters])
-    for p, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        p.data = view.view_as(p)
-    return flat
-
-
 def squash(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Actions tanh(u) in [-1, 1] with u = mean + std noise, and their log density (...) in nats.
 
@@ -305,14 +288,13 @@ def soft_target(
 
 def crossq_critic_gradient(
     critics: RenormCritics,
-    parameters: list[nn.Parameter],
     actor: RenormActor,
     log_alpha: Tensor,
     batch: Batch,
     noise: Tensor,
     args: Args,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Gradient, flat, of both critics' loss and what is logged; noise is (batch, action_dim).
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Gradient of both critics' loss by their parameters, and what is logged; noise is (batch, action_dim).
 
     Arxiv 1902.05605, section 4: one training pass of the critics for (s, a) and (s', a'). The values of the
     second half are held constant; the batch's statistics, to which it adds, are not.
@@ -322,31 +304,28 @@ def crossq_critic_gradient(
             next_actions, next_log_probs = squash(*actor(batch.next_obs), noise)
         obs, actions = torch.cat([batch.obs, batch.next_obs]), torch.cat([batch.actions, next_actions])
         (q1, next_q1), (q2, next_q2) = (q.chunk(2) for q in critics(obs, actions, training=True))
+    next_values = torch.minimum(next_q1, next_q2).detach()
     target = soft_target(
-        batch.rewards,
-        batch.terminated,
-        torch.minimum(next_q1, next_q2).detach(),
-        next_log_probs,
-        log_alpha.exp(),
-        args.gamma,
+        batch.rewards, batch.terminated, next_values, next_log_probs, log_alpha.exp(), args.gamma
     )
     loss = 0.5 * (F.mse_loss(q1, target) + F.mse_loss(q2, target))
-    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
-    scalars = {"losses/qf_loss": loss, "losses/qf1_values": q1.mean(), "losses/qf2_values": q2.mean()}
-    scalars |= {"values/predictions": q1, "values/targets": target, "losses/grad_norm": gradient.norm()}
+    gradient = torch.autograd.grad(loss, list(critics.parameters()))
+    norm = torch.stack([g.norm() for g in gradient]).norm()
+    scalars = {"losses/qf_loss": loss, "losses/grad_norm": norm}
+    scalars |= {"losses/qf1_values": q1.mean(), "losses/qf2_values": q2.mean()}
+    scalars |= {"values/predictions": q1, "values/targets": target}
     return gradient, {tag: x.detach() for tag, x in scalars.items()}
 
 
 def crossq_actor_gradient(
     actor: RenormActor,
-    parameters: list[nn.Parameter],
     critics: RenormCritics,
     log_alpha: Tensor,
     obs: Tensor,
     noise: Tensor,
     args: Args,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Gradient, flat, of the policy's loss, log_alpha's of the temperature's, and what is logged.
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Gradient by the policy's parameters of its loss, then log_alpha's of the temperature's; what is logged.
 
     A training pass of the policy. The critics judge it by their running statistics.
     """
@@ -354,11 +333,12 @@ def crossq_actor_gradient(
         actions, log_probs = squash(*actor(obs, training=True), noise)
         values = torch.minimum(*critics(obs, actions))
     loss = (log_alpha.exp() * log_probs - values).mean()
-    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+    gradient = torch.autograd.grad(loss, list(actor.parameters()))
     entropy = -log_probs.detach().mean()
     alpha_gradient = entropy + noise.shape[-1]  # of -log alpha (log pi + H), H minus the number of actions
     scalars = {"losses/actor_loss": loss.detach(), "losses/entropy": entropy, "losses/alpha": log_alpha.exp()}
-    return gradient, alpha_gradient, scalars | {"losses/alpha_loss": log_alpha * alpha_gradient}
+    scalars["losses/alpha_loss"] = log_alpha * alpha_gradient
+    return [*gradient, alpha_gradient], scalars
 
 
 def make_envs(args: Args, num_envs: int, render: bool = False) -> gym.vector.SyncVectorEnv:
@@ -416,14 +396,12 @@ def train(args: Args) -> None:
     actor = make_agent(args, envs).to(device)
     space, obs_dim = envs.single_action_space, envs.single_observation_space.shape[0]
     critics = RenormCritics(obs_dim, space.shape[0], args.critic_hidden_size).to(device)
-    initial = torch.tensor(0.0 if args.autotune else math.log(args.alpha), device=device)
-    temperature = nn.ParameterDict({"log_alpha": nn.Parameter(initial, requires_grad=False)})
-    log_alpha = temperature["log_alpha"]
-    actor_parameters, critic_parameters = list(actor.parameters()), list(critics.parameters())
-    flat_actor, flat_critics = flatten_parameters(actor_parameters), flatten_parameters(critic_parameters)
+    log_alpha = nn.Parameter(torch.zeros((), device=device), requires_grad=False)
+    temperature = nn.ParameterDict({"log_alpha": log_alpha})
+    actor_parameters, critic_parameters = [*actor.parameters(), log_alpha], list(critics.parameters())
     betas = (0.5, 0.999)
-    actor_optimizer = torch.optim.Adam([flat_actor, log_alpha], args.policy_lr, betas, fused=True)
-    critic_optimizer = torch.optim.Adam([flat_critics], args.q_lr, betas, fused=True)
+    actor_optimizer = torch.optim.Adam(actor_parameters, args.policy_lr, betas, fused=True)
+    critic_optimizer = torch.optim.Adam(critic_parameters, args.q_lr, betas, fused=True)
     buffer = ReplayBuffer(args.buffer_size, obs_dim, space.shape[0], device)
     compute_critic_gradient, compute_actor_gradient = crossq_critic_gradient, crossq_actor_gradient
     if args.compile:
@@ -441,9 +419,6 @@ def train(args: Args) -> None:
         critic_optimizer=critic_optimizer,
         buffer=buffer,
     )
-
-    def updates_until(step: int) -> int:
-        return int(max(0, step - args.learning_starts) * args.utd)
 
     while not run.over:
         if run.fresh:
@@ -470,22 +445,23 @@ def train(args: Args) -> None:
         buffer.add(obs, actions.cpu().numpy(), last_obs, rewards, terminated)
         obs = next_obs
 
-        # Update.
+        # An update for each step.
         scalars = {}
-        for update in range(updates_until(run.global_step), updates_until(run.global_step + args.num_envs)):
+        for step in range(max(run.global_step, args.learning_starts), run.global_step + args.num_envs):
             batch = buffer.sample(args.batch_size, rng)
             noise = torch.randn(batch.actions.shape, generator=rng, device=device)
-            flat_critics.grad, critic_scalars = compute_critic_gradient(
-                critics, critic_parameters, actor, log_alpha, batch, noise, args
-            )
+            gradient, critic_scalars = compute_critic_gradient(critics, actor, log_alpha, batch, noise, args)
+            for p, g in zip(critic_parameters, gradient, strict=True):
+                p.grad = g
             critic_optimizer.step()
             scalars |= critic_scalars
-            if update % args.policy_frequency == 0:
+            if step % args.policy_frequency == 0:
                 noise = torch.randn(batch.actions.shape, generator=rng, device=device)
-                flat_actor.grad, alpha_gradient, actor_scalars = compute_actor_gradient(
-                    actor, actor_parameters, critics, log_alpha, batch.obs, noise, args
+                gradient, actor_scalars = compute_actor_gradient(
+                    actor, critics, log_alpha, batch.obs, noise, args
                 )
-                log_alpha.grad = alpha_gradient if args.autotune else None
+                for p, g in zip(actor_parameters, gradient, strict=True):
+                    p.grad = g
                 actor_optimizer.step()
                 scalars |= actor_scalars
         run.end_iteration(args.num_envs, scalars, episodes)
