@@ -31,9 +31,8 @@ statistics are of what the critics are asked for. That takes the place of SAC's 
 
 Where this departs from the paper and the authors' own code (github.com/adityab/CrossQ):
 - Critics are 512 wide in place of 2,048, for the sake of a CPU; --critic-hidden-size sets it.
-- The temperature's Adam has beta1 0.5 as that of the networks; theirs has 0.9.
-- The first update of the policy comes with the first of the critics, not with the third.
-- Weights begin as PyTorch has them, not as Flax.
+- The temperature's Adam has beta1 0.5, as that of the networks; theirs has 0.9.
+- Weights begin as PyTorch has them, not as Flax, and the policy's first update comes with the critics'.
 - Truncated episodes: a time limit is no end. Their last transition has a future, as in Pardo et al. 2018,
   arXiv 1712.00378; only a terminated one has none.
 As in SAC the policy acts in the box [-1, 1]^n, of which log pi is the density. It is scaled to the
@@ -45,7 +44,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -224,6 +223,7 @@ class ReplayBuffer:
         self.widths = (obs_dim, action_dim, obs_dim, 1, 1)
         self.rows = torch.zeros(capacity, sum(self.widths), device=device)
         self.capacity, self.added = capacity, 0  # added: rows that were ever written
+        self.files: list[int] = []  # of the checkpoint, each by the number of its last row
 
     def add(self, *columns: np.ndarray) -> None:
         """Add a transition of each environment: arrays (num_envs, ...) in the order of Batch."""
@@ -244,19 +244,30 @@ class ReplayBuffer:
         self.rows[torch.arange(added - len(rows), added) % self.capacity] = rows.to(self.rows.device)
         self.added = added
 
-    def rows_since(self, added: int) -> Tensor:
-        """The rows written after the first `added` ones, but for those that were overwritten since."""
-        first = max(added, self.added - self.capacity)
-        return self.rows[torch.arange(first, self.added) % self.capacity].cpu()
+    def save(self, folder: Path) -> None:
+        """Write the rows that are new since the last time to a file of their own, so each row only once."""
+        for path in folder.glob("rows_*.pt"):  # of which the checkpoint in place needs only these
+            if path.name not in {f"rows_{end}.pt" for end in self.files}:
+                path.unlink()
+        first = max([self.added - self.capacity, 0, *self.files[-1:]])
+        if first < self.added:
+            rows = self.rows[torch.arange(first, self.added) % self.capacity].cpu()
+            write(folder / f"rows_{self.added}.pt", {"script": SCRIPT, "args": {}, "rows": rows})
+            kept = [end for end in self.files if end > self.added - self.capacity]
+            self.files = [*kept, self.added]
 
-    def state_dict(self) -> dict[str, int]:
-        """What a checkpoint holds of the buffer. Its rows are written apart, each only once."""
-        return {"added": self.added, "capacity": self.capacity}
+    def load(self, folder: Path) -> None:
+        """Read the rows that save has written, after load_state_dict."""
+        for end in self.files:
+            self.write(load(folder / f"rows_{end}.pt", "rows")["rows"], end)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        return {"added": self.added, "capacity": self.capacity, "files": self.files}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["capacity"] != self.capacity:  # in a larger one, rows that are lost would count as there
-            raise ValueError
-        self.added = state["added"]
+            raise ValueError(f"it holds {state['capacity']} transitions, not {self.capacity}")
+        self.added, self.files = state["added"], state["files"]
 
 
 def squash(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,12 +298,7 @@ def soft_target(
 
 
 def crossq_critic_gradient(
-    critics: RenormCritics,
-    actor: RenormActor,
-    log_alpha: Tensor,
-    batch: Batch,
-    noise: Tensor,
-    args: Args,
+    actor: RenormActor, critics: RenormCritics, log_alpha: Tensor, batch: Batch, noise: Tensor, args: Args
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Gradient of both critics' loss by their parameters, and what is logged; noise is (batch, action_dim).
 
@@ -311,23 +317,17 @@ def crossq_critic_gradient(
     loss = 0.5 * (F.mse_loss(q1, target) + F.mse_loss(q2, target))
     gradient = torch.autograd.grad(loss, list(critics.parameters()))
     norm = torch.stack([g.norm() for g in gradient]).norm()
-    scalars = {"losses/qf_loss": loss, "losses/grad_norm": norm}
-    scalars |= {"losses/qf1_values": q1.mean(), "losses/qf2_values": q2.mean()}
-    scalars |= {"values/predictions": q1, "values/targets": target}
+    scalars = {"losses/qf_loss": loss, "losses/qf1_values": q1.mean(), "losses/qf2_values": q2.mean()}
+    scalars |= {"values/predictions": q1, "values/targets": target, "losses/grad_norm": norm}
     return gradient, {tag: x.detach() for tag, x in scalars.items()}
 
 
 def crossq_actor_gradient(
-    actor: RenormActor,
-    critics: RenormCritics,
-    log_alpha: Tensor,
-    obs: Tensor,
-    noise: Tensor,
-    args: Args,
+    actor: RenormActor, critics: RenormCritics, log_alpha: Tensor, obs: Tensor, noise: Tensor, args: Args
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Gradient by the policy's parameters of its loss, then log_alpha's of the temperature's; what is logged.
+    """Gradient of the policy's loss by its parameters, of the temperature's; what is logged.
 
-    A training pass of the policy. The critics judge it by their running statistics.
+    A training pass of the policy, which the critics judge by their running statistics.
     """
     with torch.autocast(noise.device.type, torch.bfloat16, enabled=args.bf16):
         actions, log_probs = squash(*actor(obs, training=True), noise)
@@ -350,14 +350,11 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> gym.vector.Syn
     mode = {"render_mode": "rgb_array"} if render else {}
     vector_kwargs = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     envs = gym.make_vec(args.env_id, num_envs, "sync", vector_kwargs, **mode)
-    # Unasked, Gymnasium 1.4 leaves a model's tracking camera unused: a runner leaves the picture.
+    # Unasked, Gymnasium 1.4 leaves a model's tracking camera unused, and a runner leaves picture and ground.
     if render and (renderer := getattr(envs.envs[0].unwrapped, "mujoco_renderer", None)):
-        model = renderer.model
-        renderer.camera_id = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-        # Feet find the ground anywhere, but it is drawn for 20 or 40 m only: a good policy leaves it behind.
-        ground = (model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE) & (model.geom_matid >= 0)
-        model.geom_size[ground] *= 25
-        model.mat_texrepeat[model.geom_matid[ground]] *= 25
+        renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+        ground = renderer.model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE
+        renderer.model.geom_size[ground, :2] = 0  # to MuJoCo, without end
     return envs
 
 
@@ -421,7 +418,7 @@ def train(args: Args) -> None:
     )
 
     while not run.over:
-        if run.fresh:
+        if run.fresh:  # at the start and after each checkpoint: so a resumed run has nothing to restore here
             obs, _ = envs.reset(seed=run.seed(0))
             rng = torch.Generator(device).manual_seed(run.seed(1))
             episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
@@ -433,15 +430,18 @@ def train(args: Args) -> None:
         else:
             with torch.no_grad():
                 actions, _ = squash(*actor(torch.from_numpy(obs).float().to(device)), noise)
-        next_obs, rewards, terminated, truncated, info = envs.step(scale_actions(actions, space))
+        scaled_actions = scale_actions(actions, space)
+        run.require_finite(action=scaled_actions[None])
+        next_obs, rewards, terminated, truncated, info = envs.step(scaled_actions)
         episode_return += rewards
         episode_length += 1
         done, last_obs, episodes = terminated | truncated, next_obs, []
-        if done.any():
+        if done.any():  # next_obs is by then the first one of the next episode (SAME_STEP)
             last_obs = next_obs.copy()
             last_obs[done] = np.stack(info["final_obs"][done])
             episodes = list(zip(episode_return[done].tolist(), episode_length[done].tolist(), strict=True))
             episode_return[done], episode_length[done] = 0, 0
+        run.require_finite(observation=last_obs[None], reward=rewards[None])
         buffer.add(obs, actions.cpu().numpy(), last_obs, rewards, terminated)
         obs = next_obs
 
@@ -450,7 +450,7 @@ def train(args: Args) -> None:
         for step in range(max(run.global_step, args.learning_starts), run.global_step + args.num_envs):
             batch = buffer.sample(args.batch_size, rng)
             noise = torch.randn(batch.actions.shape, generator=rng, device=device)
-            gradient, critic_scalars = compute_critic_gradient(critics, actor, log_alpha, batch, noise, args)
+            gradient, critic_scalars = compute_critic_gradient(actor, critics, log_alpha, batch, noise, args)
             for p, g in zip(critic_parameters, gradient, strict=True):
                 p.grad = g
             critic_optimizer.step()
@@ -469,11 +469,13 @@ def train(args: Args) -> None:
 
 # ---- From here on, the text is the same in every script. ----
 
+import atexit
 import io
 import json
 import os
 import platform
 import shlex
+import shutil
 import signal
 import subprocess
 import threading
@@ -484,6 +486,7 @@ from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import tyro
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -501,41 +504,44 @@ def check(args: Args) -> None:
     for name, value in vars(args).items():
         low, high = RANGES.get(name, (sys.float_info.min, sys.float_info.max))
         if type(value) in (int, float) and not low <= value <= high:
-            must = f"lie in [{low}, {high}]" if name in RANGES else "be above 0"
+            must = f"lie in [{low}, {high}]" if name in RANGES else "be finite and above 0"
             error(f"--{name.replace('_', '-')} must {must}, not {value}")
     if args.device == "cuda" and not torch.cuda.is_available():
         error("--device cuda: PyTorch sees no CUDA device here")
-    try:
-        with warnings.catch_warnings(action="ignore"):  # the error says what matters of them
-            envs = make_envs(args, 1, args.capture_video)
+    with warnings.catch_warnings(action="ignore"):  # the error says what matters of them
+        try:
+            make_envs(args, 1)
+        except (gym.error.Error, ImportError) as exception:  # all else is a fault of code, with its traceback
+            error(f"cannot make --env-id {args.env_id}: {exception}")
+        try:
             if args.capture_video:
                 _ = torch._dynamo  # loads Triton, which crashes once a software renderer has loaded its LLVM
+                envs = make_envs(args, 1, render=True)
                 envs.reset()
                 envs.envs[0].render()
-    except Exception as exception:  # of any kind: the environment is the user's choice
-        hint = "MUJOCO_GL=egl (Debian: apt install libegl1) or MUJOCO_GL=osmesa (apt install libosmesa6)"
-        hint = f". To render without a display, MuJoCo needs {hint}" if args.capture_video else ""
-        error(f"cannot make --env-id {args.env_id}: {exception}{hint}")
+        except Exception as exception:  # as many kinds as there are renderers
+            hint = "MUJOCO_GL=egl (Debian: apt install libegl1) or MUJOCO_GL=osmesa (apt install libosmesa6)"
+            error(f"cannot render {args.env_id}: {exception}. Without a display, MuJoCo needs {hint}")
 
 
 def prepare(args: Args) -> torch.device:
-    """Seed PyTorch and set its number of threads; returns the device to train on."""
+    """Seed PyTorch and set its number of threads; returns the device to compute on."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.torch_threads)
-    return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def derive_seed(*entropy: int) -> int:
-    """A seed that is a function of the numbers given, and unrelated to that of any other numbers."""
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+    if args.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    # The same bits again on a GPU: pytorch.org/docs/stable/notes/randomness.html
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    return torch.device("cuda")
 
 
 def progress_bar(**options: Any) -> tqdm:
     """A bar on a terminal; elsewhere a line a minute."""
-    if sys.stderr.isatty():
-        return tqdm(delay=2, unit="step", **options)
-    lines = {"bar_format": "{l_bar}{bar:10}{r_bar}\n", "mininterval": 60, "maxinterval": 60}
-    return tqdm(delay=60, unit="step", **lines, **options)
+    if not sys.stderr.isatty():
+        options |= {"bar_format": "{l_bar}{bar:10}{r_bar}\n", "mininterval": 60, "maxinterval": 60}
+    return tqdm(unit="step", delay=options.get("mininterval", 2), **options)
 
 
 def evaluate(
@@ -545,33 +551,30 @@ def evaluate(
 
     Each environment plays a fixed share of the episodes, so that short ones are not over-counted.
     """
-    num_envs, frames = envs.num_envs, None
     rng = np.random.default_rng((seed, 1))  # of the seed alone it would draw what the first environment draws
-    remaining = episodes // num_envs + (np.arange(num_envs) < episodes % num_envs)
-    episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, int)
-    returns, lengths, bar = [], [], progress_bar(desc="evaluation", leave=False)
+    remaining = episodes // envs.num_envs + (np.arange(envs.num_envs) < episodes % envs.num_envs)
+    returns, lengths, bar, frames = [], [], progress_bar(desc="evaluation", leave=False), None
     if video:
         import imageio
 
         video.parent.mkdir(parents=True, exist_ok=True)
         frames = imageio.get_writer(video, fps=envs.metadata.get("render_fps", 30), macro_block_size=2)
-    obs, _ = envs.reset(seed=seed)
+    recorded = RecordEpisodeStatistics(envs)
+    obs, _ = recorded.reset(seed=seed)
     while remaining.any():
         if frames and not frames.closed:
             frames.append_data(envs.envs[0].render())
-        obs, rewards, terminated, truncated, _ = envs.step(policy(obs, rng))
-        episode_return += rewards
-        episode_length += 1
+        obs, _, terminated, truncated, info = recorded.step(policy(obs, rng))
         done = terminated | truncated
-        counted = done & (remaining > 0)
-        returns += episode_return[counted].tolist()
-        lengths += episode_length[counted].tolist()
-        remaining = remaining - counted
-        episode_return[done], episode_length[done] = 0, 0
+        if done.any():
+            counted = done & (remaining > 0)
+            returns += info["episode"]["r"][counted].tolist()
+            lengths += info["episode"]["l"][counted].tolist()
+            remaining = remaining - counted
         if frames and done[0]:
             frames.close()
         bar.set_postfix_str(f"{len(returns)} of {episodes} episodes", refresh=False)
-        bar.update(num_envs)
+        bar.update(envs.num_envs)
     bar.close()
     return np.array(returns), np.array(lengths)
 
@@ -591,30 +594,34 @@ def write(path: Path, content: bytes | dict) -> None:
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def load(path: Path, args: Args | None = None, **parts: Any) -> dict:
-    """A saved state, its arguments as Args; given args for this run, each part takes in its state.
+def load(path: Path, *keys: str) -> dict:
+    """What this script has written there, arguments as Args; refuses what is damaged or lacks a key.
 
-    Refuses what is no such state or does not fit. Nothing in the file is run as code.
+    Nothing in the file is run as code.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # the error says what matters of them
             state = torch.load(path, map_location="cpu", weights_only=True)
         if state["script"] != SCRIPT:
             error(f"{path} is of {state['script']}, not of {SCRIPT}")
-        state["args"] = Args(**state["args"])
+        return {key: state[key] for key in keys} | {"args": Args(**state["args"])}
     except FileNotFoundError:
         error(f"there is no {path}")
     except Exception as exception:  # torch.load raises many kinds
         error(f"{path} is damaged or not a checkpoint: {str(exception).partition('. ')[0]}")
-    if args and args.env_id != state["args"].env_id:
+
+
+def restore(path: Path, args: Args, *keys: str, **parts: Any) -> dict:
+    """Give each part its saved state, and return the rest; refuses another environment or other sizes."""
+    state = load(path, *keys, *parts)
+    if args.env_id != state["args"].env_id:
         error(f"{path} is of {state['args'].env_id}, not of --env-id {args.env_id}")
-    try:
-        for name, part in parts.items():
+    for name, part in parts.items():
+        try:
             part.load_state_dict(state[name])
-    except (KeyError, RuntimeError, ValueError):
-        saved = vars(state["args"]) | {"resume": args.resume, "evaluate": args.evaluate}
-        flags = [f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if v != saved[k]]
-        error(f"the weights in {path} ({name}) do not fit {' '.join(flags)}")
+        except (KeyError, RuntimeError, ValueError) as exception:
+            _, _, tensors = str(exception).partition(":\n")  # of a module, a line for each that does not fit
+            error(f"{path} does not fit: {name}: {tensors.partition(chr(10))[0] or exception}")
     return state
 
 
@@ -624,44 +631,60 @@ class Run:
     A run is a function of its arguments. At its start and after each checkpoint, `fresh` is true: every
     generator is then seeded anew and the environments are reset, with seeds that follow from --seed and the
     global step. So a checkpoint needs to hold no state of theirs, and a run that was killed and resumed ends
-    with the same bits as one that was not. Ctrl-C and SIGTERM make one checkpoint more.
+    with the same bits as one that was not. Ctrl-C and SIGTERM end the process at once, and what came after
+    the last checkpoint is done again.
 
     parts: what training changes, each with state_dict and load_state_dict. `agent` is what make_policy takes
-    and model.pt holds. Of `buffer`, a replay buffer, each checkpoint writes the new rows to another file.
+    and model.pt holds. A replay `buffer` has save(folder) and load(folder) as well, for files of its own.
     """
 
     def __init__(self, args: Args, log_interval: int = 1, **parts: Any):
         self.args, self.parts, self.log_interval = args, parts, log_interval
         self.global_step, self.episodes, self.recent = 0, 0, deque(maxlen=100)
-        self.fresh, self.interrupts, self.pending, self.ended = True, [], [], []
-        self.row_files = []  # by the number of the last row in each
-        self.num_streams, self.seconds, self.started = 0, 0.0, time.perf_counter()
+        self.fresh, self.pending, self.ended = True, [], []
+        self.seconds, self.started = 0.0, time.perf_counter()
         name = f"{args.env_id.replace('/', '-')}__{SCRIPT}__seed{args.seed}__{int(time.time())}"
         self.folder = args.resume or args.run_dir or Path("runs", name)
+        self.checkpoint = self.folder / "checkpoint.pt"
         if args.resume and args.run_dir:
             error("--run-dir has no meaning beside --resume, which goes on in the folder that it names")
         if args.resume:
-            state = load(self.folder / "checkpoint.pt", args, **parts)
-            for missing in {"global_step", "episodes", "recent", "row_files"} - state.keys():
-                error(f"{self.folder / 'checkpoint.pt'} is damaged or not a checkpoint: it has no {missing}")
+            state = restore(self.checkpoint, args, "global_step", "episodes", "recent", **parts)
             self.global_step, self.episodes = state["global_step"], state["episodes"]
             self.recent.extend(state["recent"])
-            self.row_files = state["row_files"]
-            for end in self.row_files:
-                parts["buffer"].write(load(self.folder / f"rows_{end}.pt")["rows"], end)
+            if "buffer" in parts:
+                parts["buffer"].load(self.folder)
         elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             error(f"{self.folder} is taken; if it is a run, this goes on with it: --resume {self.folder}")
         self.over = self.progress >= 1
         self.eval_envs = make_envs(args, min(args.eval_episodes, 10), args.capture_video)
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, lambda number, _: self.interrupts.append(number))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not args.resume:
                 self.save()
             self.open_logs()
         except OSError as exception:
+            if not args.resume:
+                shutil.rmtree(self.folder, ignore_errors=True)
             error(f"cannot write the run folder: {exception}")
+        self.how_to_go_on = shlex.join(("python", sys.argv[0], "--resume", str(self.folder)))
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self.interrupt)
+        sys.excepthook = self.crash
+
+    def interrupt(self, signum: int, _: Any) -> NoReturn:
+        """End the process with what the last checkpoint holds; a second signal ends it without a word."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # At the exit, since here it might interrupt another print; what is registered last comes first.
+        atexit.register(print, f"stopped after step {self.global_step}; to go on: {self.how_to_go_on}")
+        atexit.register(self.bar.close)
+        raise SystemExit(128 + signum)
+
+    def crash(self, *exception: Any) -> None:
+        """Of an exception that nobody expected: its traceback, and how to go on."""
+        sys.__excepthook__(*exception)
+        print(f"the run folder is {self.folder}; to go on: {self.how_to_go_on}", file=sys.stderr)
 
     def open_logs(self) -> None:
         """Begin to log, or go on: what an earlier process logged after the checkpoint is dropped."""
@@ -682,8 +705,11 @@ class Run:
             import wandb
 
             account = {"project": self.args.wandb_project, "entity": self.args.wandb_entity}
-            wandb.init(**account, id=self.folder.name, resume="allow", config=config, sync_tensorboard=True)
-        threading.excepthook = lambda failure: None  # what TensorBoard's raises, its next call raises here
+            self.wandb = wandb.init(**account, id=self.folder.name, resume="allow", config=config)
+            self.wandb.define_metric("*", step_metric="global_step")
+        # What a full disk raises in TensorBoard's thread, its next call raises here.
+        hook = threading.excepthook
+        threading.excepthook = lambda failed: issubclass(failed.exc_type, OSError) or hook(failed)
         self.tensorboard = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         self.bar, self.shown = progress_bar(initial=self.global_step, total=self.args.total_timesteps), {}
         print(f"run folder: {self.folder}", flush=True)
@@ -696,8 +722,15 @@ class Run:
 
     def seed(self, stream: int) -> int:
         """The seed of a stream of random numbers from the global step on."""
-        self.num_streams = max(self.num_streams, stream + 1)
-        return derive_seed(self.args.seed, self.global_step, stream)
+        return int(np.random.SeedSequence((self.args.seed, self.global_step, stream)).generate_state(1)[0])
+
+    def require_finite(self, **arrays: np.ndarray) -> None:
+        """End the run at a number that is not finite; arrays (steps, num_envs, ...) by what they hold."""
+        for name, array in arrays.items():
+            if not np.isfinite(array).all():
+                self.log()  # which ends it if a loss was the first
+                step = np.argwhere(~np.isfinite(array))[0, 0] + 1
+                self.fail(f"{name} not finite", self.global_step + step * array.shape[1])
 
     def end_iteration(self, steps: int, scalars: dict, episodes: list[tuple[float, int]]) -> None:
         """Count and log an iteration; evaluate, record and save where that is due; end a run that is over.
@@ -714,12 +747,11 @@ class Run:
         log_due, eval_due, save_due = (self.global_step // n > before // n for n in intervals)
         finished, mean_return = self.progress >= 1, -math.inf
         try:
-            if log_due or eval_due or save_due or finished or self.interrupts:
+            if log_due or eval_due or save_due or finished:
                 self.log()
             if eval_due or (finished and args.eval_interval):
                 mean_return = self.evaluate()
-            solved = args.stop_at_return is not None and mean_return >= args.stop_at_return
-            self.over = finished or solved or bool(self.interrupts)
+            self.over = finished or (args.stop_at_return is not None and mean_return >= args.stop_at_return)
             self.fresh = save_due or self.over
             if self.fresh:
                 self.tensorboard.flush()  # a run that resumes from here has logged what came before
@@ -728,10 +760,6 @@ class Run:
             self.fail(f"cannot write ({exception})", self.global_step)
         if self.over:
             self.bar.close()
-        if self.over and self.interrupts:
-            command = shlex.join(("python", sys.argv[0], "--resume", str(self.folder)))
-            print(f"saved at step {self.global_step}; to go on: {command}")
-            raise SystemExit(128 + self.interrupts[0])
         self.started = time.perf_counter()
 
     def log(self) -> None:
@@ -741,7 +769,7 @@ class Run:
             for tag, value in scalars.items():
                 values[tag].append(torch.as_tensor(value, dtype=torch.float64).flatten())
                 if tag.startswith("losses/") and not values[tag][-1].isfinite().all():
-                    self.fail(f"non-finite {tag}", step)
+                    self.fail(f"{tag} not finite", step)
         values = {tag: torch.cat(tensors) for tag, tensors in values.items()}
         means = {tag: x.mean().item() for tag, x in values.items()}
         if "values/targets" in values:  # 1: the predictions are perfect, 0: no better than a constant
@@ -749,12 +777,10 @@ class Run:
             means["losses/explained_variance"] = 1 - ((targets - predictions).var() / targets.var()).item()
         means["charts/SPS"] = sum(steps for _, steps, _ in self.pending) / self.seconds
         if self.ended:
-            # Where parallel environments end few episodes, the latest of each.
-            latest = [*self.recent, *self.ended][-max(len(self.ended), getattr(self.args, "num_envs", 1)) :]
             self.recent.extend(self.ended)
-            means["charts/episodic_return"], means["charts/episodic_length"] = np.mean(latest, axis=0)
-            means["charts/episodic_return_min"] = min(latest)[0]
-            means["charts/episodic_return_max"] = max(latest)[0]
+            means["charts/episodic_return"], means["charts/episodic_length"] = np.mean(self.ended, axis=0)
+            means["charts/episodic_return_min"] = min(self.ended)[0]
+            means["charts/episodic_return_max"] = max(self.ended)[0]
             means["charts/return_mean_100"], _ = np.mean(self.recent, axis=0)
         self.show(means)
         self.pending, self.ended, self.seconds = [], [], 0.0
@@ -763,6 +789,8 @@ class Run:
         """Log scalars by their tags; the bar shows the two that matter most."""
         for tag, value in scalars.items():
             self.tensorboard.add_scalar(tag, value, self.global_step)
+        if self.args.track:
+            self.wandb.log(scalars | {"global_step": self.global_step})
         names = {"charts/return_mean_100": "return", "eval/return_mean": "evaluation"}
         self.shown |= {names[tag]: f"{value:.5g}" for tag, value in scalars.items() if tag in names}
         self.bar.set_postfix(self.shown, refresh=False)
@@ -773,8 +801,10 @@ class Run:
         args, step = self.args, self.global_step
         video = Path("videos", self.folder.name, f"step_{step}.mp4") if args.capture_video else None
         policy = make_policy(args, self.parts["agent"], self.eval_envs.single_action_space)
-        seed = derive_seed(args.seed, step, self.num_streams)  # of a stream that training does not use
+        seed = self.seed(2**31)  # of a stream that training does not use
         returns, lengths = evaluate(policy, self.eval_envs, args.eval_episodes, seed, video)
+        if not np.isfinite(returns).all():
+            self.fail("return of an evaluation not finite", step)
         rows = enumerate(zip(returns, lengths, strict=True))
         with self.evaluations.open("a") as file:
             file.writelines(f"{step},{i},{episode_return},{length}\n" for i, (episode_return, length) in rows)
@@ -786,33 +816,28 @@ class Run:
         return mean
 
     def save(self) -> None:
-        """Write model.pt, the replay buffer's new rows and checkpoint.pt."""
+        """Write model.pt, what is new in the replay buffer, and checkpoint.pt."""
         settings = {k: v for k, v in asdict(self.args).items() if not isinstance(v, Path)}
         state = {"script": SCRIPT, "args": settings, "global_step": self.global_step}
         write(self.folder / "model.pt", state | {"agent": self.parts["agent"].state_dict()})
-        if (buffer := self.parts.get("buffer")) and buffer.added:
-            rows = buffer.rows_since(max(self.row_files, default=0))
-            write(self.folder / f"rows_{buffer.added}.pt", state | {"rows": rows})
-            kept = [end for end in self.row_files if end > buffer.added - buffer.capacity]
-            self.row_files = [*kept, buffer.added]
+        if "buffer" in self.parts:
+            self.parts["buffer"].save(self.folder)
         state |= {name: part.state_dict() for name, part in self.parts.items()}
-        state |= {"episodes": self.episodes, "recent": list(self.recent), "row_files": self.row_files}
-        write(self.folder / "checkpoint.pt", state)
-        for path in self.folder.glob("rows_*.pt"):
-            if path.name not in {f"rows_{end}.pt" for end in self.row_files}:  # of no use any more
-                path.unlink()
+        write(self.checkpoint, state | {"episodes": self.episodes, "recent": list(self.recent)})
 
     def fail(self, what: str, step: int) -> NoReturn:
         """End a run that cannot go on: one line, exit status 1."""
         self.bar.close()
-        sys.exit(f"error: {what} at step {step}; the last checkpoint is {self.folder / 'checkpoint.pt'}")
+        sys.exit(f"error: {what} at step {step}; the last checkpoint is {self.checkpoint}")
 
 
 def play(args: Args) -> None:
     """Evaluate a saved policy and print what it scores."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C leaves without a traceback
     envs = make_envs(args, min(args.eval_episodes, 10), args.capture_video)
-    agent = make_agent(args, envs)
-    load(args.evaluate, args, agent=agent)
+    with prepare(args):  # all that is made there is on that device
+        agent = make_agent(args, envs)
+    restore(args.evaluate, args, agent=agent)
     policy = make_policy(args, agent, envs.single_action_space)
     name = Path(args.evaluate.resolve().parent.name, "greedy.mp4" if args.greedy else "sampled.mp4")
     video = "videos" / name if args.capture_video else None
@@ -828,7 +853,7 @@ def main() -> None:
     if args.evaluate:
         path = args.evaluate / "model.pt" if args.evaluate.is_dir() else args.evaluate
         # How to play is not the training run's to say.
-        own = ("seed", "eval_episodes", "greedy", "capture_video", "device")
+        own = ("seed", "eval_episodes", "greedy", "capture_video", "device", "torch_threads")
         own = {name: getattr(Args, name) for name in own}
         args = replace(tyro.cli(Args, default=replace(load(path)["args"], **own)), evaluate=path)
     elif args.resume:
