@@ -30,7 +30,7 @@ statistics are of what the critics are asked for. That takes the place of SAC's 
     python crossq_continuous.py --evaluate runs/RUN --capture-video    plays
 
 Where this departs from the paper and the authors' own code (github.com/adityab/CrossQ):
-- Critics are 512 wide in place of 2,048, for the sake of a CPU; --critic-hidden-size sets it.
+- Critics are 256 wide in place of 2,048, for the sake of a CPU; --critic-hidden-size sets it.
 - The temperature's Adam has beta1 0.5, as that of the networks; theirs has 0.9.
 - Weights begin as PyTorch has them, not as Flax, and the policy's first update comes with the critics'.
 - Truncated episodes: a time limit is no end. Their last transition has a future, as in Pardo et al. 2018,
@@ -71,7 +71,7 @@ class Args:
     """step size of Adam for the critics"""
     policy_frequency: int = 3
     """updates of the critics from one of the policy and the temperature to the next"""
-    critic_hidden_size: int = 512
+    critic_hidden_size: int = 256
     """units in each of the two ReLU layers of a critic"""
     policy_hidden_size: int = 256
     """units in each of the two ReLU layers of the policy"""
