@@ -637,8 +637,9 @@ def test_compiled_gradients_are_the_eager_ones_up_to_rounding(crossq, train, mon
 
 
 def test_learns_to_swing_the_pendulum_up(train):
-    """A random policy returns -1,200 or so."""
+    """A random policy returns -1,200 or so. Seeds 1 to 5 have ended between -110 and -192."""
     settings = {"total_timesteps": 3000, "learning_starts": 500, "gamma": 0.95, "num_envs": 1}
+    settings |= {"policy_frequency": 1}
     settings |= {"critic_hidden_size": 64, "policy_hidden_size": 64, "batch_size": 64, "buffer_size": 5000}
     settings |= {"eval_interval": 3000, "eval_episodes": 10, "greedy": True, "checkpoint_interval": 5000}
     train(env_id="Pendulum-v1", **settings)
