@@ -118,7 +118,8 @@ class Args:
 
 # What a number may be, where that is not anything above 0.
 RANGES = dict.fromkeys(("seed", "eval_interval", "learning_starts"), (0, 2**32))
-RANGES |= {"gamma": (0, 1), "stop_at_return": (-sys.float_info.max, sys.float_info.max)}
+RANGES |= {"batch_size": (2, 2**32), "gamma": (0, 1)}  # one transition has no deviation
+RANGES |= {"stop_at_return": (-sys.float_info.max, sys.float_info.max)}
 
 
 class BatchRenorm(nn.Module):
@@ -150,8 +151,8 @@ class BatchRenorm(nn.Module):
             std = (self.var + self.eps).sqrt()
             r = ((var + self.eps).sqrt() / std).clamp(1 / self.r_max, self.r_max)
             d = ((mean - self.mean) / std).clamp(-self.d_max, self.d_max)
-            warm = self.passes >= self.warmup
-            r, d = torch.where(warm, r, 1.0), torch.where(warm, d, 0.0)
+            warmed_up = self.passes >= self.warmup
+            r, d = torch.where(warmed_up, r, 1.0), torch.where(warmed_up, d, 0.0)
             self.mean.lerp_(mean, self.momentum)
             self.var.lerp_(var, self.momentum)
             self.passes += 1
@@ -302,8 +303,8 @@ def crossq_critic_gradient(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Gradient of both critics' loss by their parameters, and what is logged; noise is (batch, action_dim).
 
-    Arxiv 1902.05605, section 4: one training pass of the critics for (s, a) and (s', a'). The values of the
-    second half are held constant; the batch's statistics, to which it adds, are not.
+    Arxiv 1902.05605: one training pass of the critics for (s, a) and (s', a'). The values of the second half
+    are held constant; the batch's statistics, to which it adds, are not.
     """
     with torch.autocast(noise.device.type, torch.bfloat16, enabled=args.bf16):
         with torch.no_grad():

@@ -683,6 +683,7 @@ def refusal(main, finished_run, tmp_path, monkeypatch, capfd):
         ("--env-id PlainRL/UnboundedLedger-v0", "bounded"),
         ("--env-id PlainRL/SquareLedger-v0", "flat"),
         ("--gamma 1.001", "--gamma"),
+        ("--batch-size 1", "--batch-size"),
         ("--run-dir run", "--resume run"),
         ("--resume nowhere", "nowhere"),
         ("--resume run --env-id Hopper-v4", "Pendulum-v1"),
