@@ -450,20 +450,19 @@ def check(args: Args) -> None:
             error(f"--{name.replace('_', '-')} must {must}, not {value}")
     if args.device == "cuda" and not torch.cuda.is_available():
         error("--device cuda: PyTorch sees no CUDA device here")
-    with warnings.catch_warnings(action="ignore"):  # the error says what matters of them
-        try:
-            make_envs(args, 1)
-        except (gym.error.Error, ImportError) as exception:  # all else is a fault of code, with its traceback
-            error(f"cannot make --env-id {args.env_id}: {exception}")
-        try:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the error says what matters of them
+            envs = make_envs(args, 1, args.capture_video)
             if args.capture_video:
                 _ = torch._dynamo  # loads Triton, which crashes once a software renderer has loaded its LLVM
-                envs = make_envs(args, 1, render=True)
                 envs.reset()
                 envs.envs[0].render()
-        except Exception as exception:  # as many kinds as there are renderers
-            hint = "MUJOCO_GL=egl (Debian: apt install libegl1) or MUJOCO_GL=osmesa (apt install libosmesa6)"
-            error(f"cannot render {args.env_id}: {exception}. Without a display, MuJoCo needs {hint}")
+    except Exception as exception:  # renderers raise many kinds; all but these are else a fault of code
+        if not args.capture_video and not isinstance(exception, gym.error.Error | ImportError):
+            raise
+        hint = "MUJOCO_GL=egl (Debian: apt install libegl1) or MUJOCO_GL=osmesa (apt install libosmesa6)"
+        hint = f". To render without a display, MuJoCo needs {hint}" if args.capture_video else ""
+        error(f"cannot make --env-id {args.env_id}: {exception}{hint}")
 
 
 def prepare(args: Args) -> torch.device:
@@ -613,6 +612,7 @@ class Run:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.interrupt)
         sys.excepthook = self.crash
+        print(f"run folder: {self.folder}", flush=True)
 
     def interrupt(self, signum: int, _: Any) -> NoReturn:
         """End the process with what the last checkpoint holds; a second signal ends it without a word."""
@@ -654,7 +654,6 @@ class Run:
         threading.excepthook = lambda failed: issubclass(failed.exc_type, OSError) or hook(failed)
         self.tensorboard = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         self.bar, self.shown = progress_bar(initial=self.global_step, total=self.args.total_timesteps), {}
-        print(f"run folder: {self.folder}", flush=True)
 
     @property
     def progress(self) -> float:
@@ -670,7 +669,8 @@ class Run:
         """End the run at a number that is not finite; arrays (steps, num_envs, ...) by what they hold."""
         for name, array in arrays.items():
             if not np.isfinite(array).all():
-                self.log()  # which ends it if a loss was the first
+                if self.pending:
+                    self.log()  # which ends it if a loss was the first
                 step = np.argwhere(~np.isfinite(array))[0, 0] + 1
                 self.fail(f"{name} not finite", self.global_step + step * array.shape[1])
 
