@@ -13,6 +13,7 @@ from types import ModuleType
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before the first import of torch: the networks are small, the cores few
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -39,6 +40,53 @@ SHORT_RUN = {
     "checkpoint_interval": 256,
 }
 
+OFF_POLICY = {
+    "env_id": "Hopper-v4",
+    "total_timesteps": 200,
+    "num_envs": 2,
+    "buffer_size": 90,  # full, and overwritten, before the run is killed
+    "learning_starts": 40,
+    "batch_size": 16,
+    "eval_interval": 80,
+    "eval_episodes": 2,
+    "greedy": False,
+    "torch_threads": 1,
+    "checkpoint_interval": 40,
+}
+ATARI = {
+    "env_id": "PlainRL/ShortBreakout-v0",
+    "total_timesteps": 120,
+    "num_envs": 2,
+    "num_steps": 5,
+    "eval_interval": 60,
+    "eval_episodes": 2,
+    "greedy": False,
+    "torch_threads": 1,
+    "checkpoint_interval": 60,
+}
+# Of every script, a run of a second or so with several checkpoints.
+RUNS = {
+    "ppo_continuous": SHORT_RUN,
+    "sac_continuous": OFF_POLICY | {"hidden_size": 16},
+    "crossq_continuous": OFF_POLICY | {"critic_hidden_size": 16, "policy_hidden_size": 16},
+    "a2c_atari": ATARI,
+    "qcritic_atari": ATARI,
+    "ppo_atari": ATARI | {"num_minibatches": 2, "update_epochs": 2},
+    "reinforce_cartpole": {
+        "total_timesteps": 1000,
+        "num_envs": 2,
+        "batch_episodes": 4,
+        "eval_interval": 250,
+        "eval_episodes": 3,
+        "greedy": False,
+        "checkpoint_interval": 200,
+    },
+    "qlearning_tabular": {"total_timesteps": 20_000, "eval_interval": 5000, "checkpoint_interval": 2000},
+}
+# Games of at most 25 steps: some are truncated before the next checkpoint, where they begin anew.
+SHORT_GAME = {"game": "breakout", "frameskip": 4, "max_num_frames_per_episode": 100, "noop_max": 0}
+gym.register("PlainRL/ShortBreakout-v0", "ale_py.env:AtariEnv", kwargs=SHORT_GAME)
+
 # Runs a script up to the given call of one of its functions, and dies there.
 KILLER = """
 import importlib.util, os, signal, sys
@@ -53,6 +101,15 @@ def wrapper(*args, **kwargs):
     return function(*args, **kwargs)
 setattr(owner, name, wrapper)
 script.main()
+"""
+
+
+# Runs a script that can write no more than so many bytes to any one file: to a program, a full disk.
+LIMITED = """
+import resource, runpy, sys
+limit, *sys.argv = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 

@@ -95,6 +95,7 @@ def test_number_that_no_field_takes(ppo, refusal):
         kind = str(field.type)
         for value in (math.nan, math.inf, -math.inf) if "float" in kind else (-1,) if "int" in kind else ():
             assert f"--{field.name.replace('_', '-')}" in refusal(**{field.name: value})
+    assert "--learning-rate must be finite and above 0, not inf" in refusal(learning_rate=math.inf)
 
 
 def test_text_in_place_of_a_number(refusal):
@@ -136,7 +137,10 @@ def test_another_environment(refusal, flag):
 
 @pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
 def test_network_of_another_size(refusal, flag):
-    assert "--hidden-size" in refusal(flag, "run", "--hidden-size", "32")
+    """The first tensor that does not fit, and both shapes."""
+    message = refusal(flag, "run", "--hidden-size", "32")
+    assert all(text in message for text in ("actor.hidden1.weight", "[64, 4]", "[32, 4]"))
+    assert "critic" not in message
 
 
 @pytest.mark.parametrize("path", ["nowhere", "nowhere/model.pt", "empty"])

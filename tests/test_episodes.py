@@ -307,11 +307,11 @@ def test_value_of_a_state_depends_on_how_episodes_end(ppo, train, terminates):
 
 
 def test_non_finite_reward_stops_the_run_and_names_step_and_checkpoint(train, capfd):
-    """The reward of the 300th step, in the third update, is not a number."""
+    """The reward of the 300th step is not a number; the checkpoint is that of the second update."""
     with pytest.raises(SystemExit) as stopped:
         train(env_id="PlainRL/Broken-v0", num_envs=1, num_steps=128, checkpoint_interval=256)
     message = str(stopped.value.code)
-    assert re.match("error: .*384.*run/checkpoint.pt", message)
+    assert re.match("error: reward .*300.*run/checkpoint.pt", message)
     checkpoint = torch.load("run/checkpoint.pt", weights_only=True)
     assert checkpoint["global_step"] == 256
     assert all(x.isfinite().all() for x in checkpoint["agent"].values())

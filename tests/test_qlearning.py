@@ -12,10 +12,8 @@ import os
 import pickle
 import random
 import re
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -572,26 +570,6 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
     assert [[point for point, _ in speed] for speed in speeds] == [[500, 750, 1000, 1500, 2000]] * 2
     np.testing.assert_equal(ours, theirs)  # an explained variance may be no number
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_run_saves_and_prints_the_command_that_finishes_it(tmp_path, signum, status):
-    settings = SHORT_RUN | {"total_timesteps": 10**9, "eval_interval": 0}
-    script = script_path("qlearning_tabular")
-    command = [sys.executable, script, *flags(settings), "--run-dir", "my run"]
-    process = subprocess.Popen([*map(str, command)], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert "my run" in process.stdout.readline()
-    process.send_signal(signum)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == status, output
-    saved = read(tmp_path / "my run" / "checkpoint.pt")["global_step"]
-    assert 0 < saved < 10**9
-    assert f"step {saved}" in output
-    command = f"{shlex.quote(sys.executable)} {re.search(r'python (.*--resume .*)', output)[1]}"
-    more = f"{command} --total-timesteps {saved + 700}"
-    resumed = subprocess.run(more, shell=True, cwd=tmp_path, capture_output=True, text=True)
-    assert resumed.returncode == 0, resumed.stderr
-    assert read(tmp_path / "my run" / "checkpoint.pt")["global_step"] == saved + 700
 
 
 @pytest.fixture(scope="session")

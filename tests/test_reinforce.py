@@ -5,7 +5,6 @@ import dataclasses
 import inspect
 import itertools
 import math
-import os
 import re
 import signal
 import sys
@@ -501,33 +500,6 @@ runpy.run_path(script, run_name="__main__")
     main("--resume", "killed")
     assert_same_run("killed", "whole")
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_run_saves_and_finishes_as_the_uninterrupted_one(
-    reinforce, train, main, monkeypatch, capfd, signum, status
-):
-    reference = train("whole")
-    original, calls = reinforce.policy_loss, []
-
-    def interrupt(*args):
-        calls.append(args)
-        if len(calls) == 4:
-            os.kill(os.getpid(), signum)
-        return original(*args)
-
-    monkeypatch.setattr(reinforce, "policy_loss", interrupt)
-    with pytest.raises(SystemExit) as stopped:
-        train("my run")
-    assert stopped.value.code == status
-    assert len(calls) == 4
-    saved = torch.load("my run/checkpoint.pt", weights_only=True)
-    assert saved["episodes"] == 16
-    assert re.search(
-        rf"saved at step {saved['global_step']}; .*--resume 'my run'$", capfd.readouterr().out.strip()
-    )
-    main("--resume", "my run")
-    assert_same(torch.load("my run/checkpoint.pt", weights_only=True), reference)
 
 
 @pytest.mark.parametrize(("limit", "episodes"), [({"total_timesteps": 1}, 4), ({"total_episodes": 13}, 16)])

@@ -1,18 +1,25 @@
 """Same seed, same bits: whatever is evaluated, and however often the run is killed and resumed."""
 
-import os
 import random
 import re
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import KILLER, SHORT_RUN, assert_same, flags, run_python, run_script, scalars, script_path
+from conftest import (
+    KILLER,
+    LIMITED,
+    SHORT_RUN,
+    assert_same,
+    flags,
+    run_python,
+    run_script,
+    scalars,
+    script_path,
+)
 
 
 def weights(checkpoint: dict) -> torch.Tensor:
@@ -99,15 +106,6 @@ def test_crash_while_saving_leaves_the_old_checkpoint(ppo, tmp_path, monkeypatch
     assert torch.load(path, weights_only=True) == {"global_step": 1}
 
 
-# Runs a script that can write no more than so many bytes to any one file: to a program, a full disk.
-LIMITED = """
-import resource, runpy, sys
-limit, *sys.argv = sys.argv[1:]
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 @pytest.mark.parametrize(
     ("hidden_size", "limit", "file"), [(64, 80_000, "checkpoint"), (8, 25_000, "events")]
 )
@@ -133,35 +131,6 @@ def test_full_disk_ends_the_run_in_one_line_and_the_rest_equals_uninterrupted(
     monkeypatch.setattr(sys, "argv", ["ppo_continuous.py", "--resume", "full"])
     ppo.main()
     assert_same_run(Path("full"), Path("whole"))
-
-
-@pytest.mark.parametrize(
-    ("signum", "status", "moment"), [(signal.SIGINT, 130, "evaluation"), (signal.SIGTERM, 143, "run folder")]
-)
-def test_interrupted_run_saves_and_prints_the_command_that_finishes_it(tmp_path, signum, status, moment):
-    """The signal follows the first line of output that tells of the moment."""
-    total = 32 * 128
-    settings = SHORT_RUN | {"total_timesteps": total, "checkpoint_interval": 10 * total, "eval_interval": 128}
-    process = subprocess.Popen(
-        [sys.executable, script_path("ppo_continuous"), *flags(settings), "--run-dir", "my run"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert any(moment in line for line in process.stdout)
-    process.send_signal(signum)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == status, output
-    saved = torch.load(tmp_path / "my run" / "checkpoint.pt", weights_only=True)["global_step"]
-    assert saved < total
-    assert f"saved at step {saved};" in output
-    printed = re.search(r"python (.*--resume .*)", output)[1]
-    command = f"{shlex.quote(sys.executable)} {printed}"
-    resumed = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
-    assert resumed.returncode == 0, resumed.stderr
-    final = torch.load(tmp_path / "my run" / "checkpoint.pt", weights_only=True)
-    assert final["global_step"] == total
 
 
 def test_row_that_a_full_disk_cut_off_is_dropped(ppo, train, monkeypatch):
