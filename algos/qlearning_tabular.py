@@ -199,7 +199,10 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> gym.vector.Syn
     kwargs |= {"render_mode": "rgb_array"} if render else {}
 
     def make_env() -> gym.Env:
-        env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
+        try:
+            env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
+        except TypeError as exception:  # of flags that are for others
+            error(f"cannot make --env-id {args.env_id} with {kwargs}: {exception}")
         return number_states(env if env.spec.max_episode_steps else gym.wrappers.TimeLimit(env, 1000))
 
     return gym.vector.SyncVectorEnv([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)

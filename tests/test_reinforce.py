@@ -528,10 +528,10 @@ def test_gradient_is_clipped_and_its_norm_logged_before(train):
 
 
 def test_non_finite_reward_stops_the_run_and_names_step_and_checkpoint(train):
-    """32 steps a batch: the 100th reward comes in the fourth."""
+    """32 steps a batch: the 100th reward comes in the fourth; the checkpoint is that of the second."""
     with pytest.raises(SystemExit) as stopped:
         train(env_id="PlainRL/BrokenDiscreteClock-v0", num_envs=1, batch_episodes=8, checkpoint_interval=64)
-    assert re.match("error: .*128.*run/checkpoint.pt", str(stopped.value.code))
+    assert re.match("error: reward .*100.*run/checkpoint.pt", str(stopped.value.code))
     checkpoint = torch.load("run/checkpoint.pt", weights_only=True)
     assert checkpoint["global_step"] == 64
     assert all(x.isfinite().all() for x in checkpoint["agent"].values())
@@ -632,7 +632,7 @@ def refusal(main, finished_run, tmp_path, monkeypatch, capfd):
         ("--value-epochs 0", "--value-epochs"),
         ("--gamma 1.01", "--gamma"),
         ("--resume run --env-id Acrobot-v1", "CartPole-v1"),
-        ("--resume run --hidden-size 8", "--hidden-size"),
+        ("--resume run --hidden-size 8", "hidden"),
         ("--resume run --num-envs 3", "--num-envs 3"),
         ("--resume nowhere", "nowhere"),
         ("--evaluate run --env-id Acrobot-v1", "CartPole-v1"),
