@@ -18,7 +18,8 @@ Each update is one step of Adam, up the estimate of the policy gradient from N w
 
     1/N sum over episodes and steps t of  w_t grad log pi(a_t|s_t),
 
-and --estimator says what the weights w_t are. Each follows from the one before, with less variance:
+and --estimator says what the weights w_t are. The means of the first two are different gradients; those of the
+last two are one and the same, which is neither of these:
 
     total         r_0 + r_1 + ... + r_T, the return: every action is credited with every reward, so that each
                   term has the noise of a whole episode. The mean is the gradient of the expected return.
@@ -26,9 +27,10 @@ and --estimator says what the weights w_t are. Each follows from the one before,
                   terms in the sum. The mean is the gradient of the expected discounted return.
     reward-to-go  r_t + gamma r_t+1 + ...: discounted, without the rewards before a_t, which it cannot change:
                   E[r_k grad log pi(a_t|s_t)] = 0 for k < t, so they were noise only. The rest is divided by
-                  gamma^t, as is usual, for late steps to count as much as early ones.
+                  gamma^t, as is usual, for late steps to count as much as early ones: so the mean is
+                  another, and larger, and so can be the variance.
     baseline      reward-to-go - V(s_t), V learned: E[V(s_t) grad log pi(a_t|s_t)] = 0 likewise, since V(s_t)
-                  is the same for every a_t. What the state alone predicts is no longer noise.
+                  is the same for every a_t. What V predicts well is no longer noise; a bad V adds some.
 
 Where a time limit cuts an episode off (truncated, not terminated), the first three take the sum as it is, the
 return of the game with that limit. baseline adds gamma V(s_T+1), the return to expect without it, to r_T.

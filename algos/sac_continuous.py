@@ -27,9 +27,9 @@ two critics, Q- the smaller of their slowly moving copies, and the temperature a
     python sac_continuous.py --evaluate runs/RUN --capture-video    plays
 
 Where this departs from the paper:
-- The temperature's loss has log alpha where equation 18 has alpha. So it is in the authors' own code
-  (github.com/rail-berkeley/softlearning), and a small alpha does not stop its own growth.
-- The policy's log standard deviation is clamped to [-20, 2], also from that code; the paper names no bounds.
+- The temperature's loss has log alpha where equation 18 has alpha, and the log standard deviation is clamped
+  to [-20, 2], for which the paper names no bounds. Both are as in the authors' code up to early 2020
+  (github.com/rail-berkeley/softlearning, commit 038d79d). So a small alpha does not slow its own growth.
 - Truncated episodes: a time limit is no end. Their last transition has a future, as in Pardo et al. 2018,
   arXiv 1712.00378; only a terminated one has none.
 As in the paper the policy acts in the box [-1, 1]^n, of which log pi is the density. It is scaled to the

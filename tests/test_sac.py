@@ -500,7 +500,7 @@ def test_same_seed_gives_the_same_bits_whatever_is_evaluated(train):
 
 @pytest.mark.parametrize(("interval", "ends"), [(100, [500, 600, 700, 800]), (400, [400, 800])])
 def test_checkpoint_writes_what_is_new_and_resuming_finds_the_buffer(train, main, interval, ends):
-    """Intervals shorter and longer than the buffer; a file goes once the checkpoint in place needs it no more."""
+    """Intervals shorter and longer than the buffer; a file goes once no checkpoint in place needs it."""
     settings = {"buffer_size": 250, "learning_starts": 300, "utd": 0.1, "eval_interval": 0}
     settings |= {"checkpoint_interval": interval}
     train(**settings, total_timesteps=800)
