@@ -72,6 +72,7 @@ RUNS = {
     "a2c_atari": ATARI,
     "qcritic_atari": ATARI,
     "ppo_atari": ATARI | {"num_minibatches": 2, "update_epochs": 2},
+    "pqn_atari": ATARI | {"num_minibatches": 2},
     "reinforce_cartpole": {
         "total_timesteps": 1000,
         "num_envs": 2,

@@ -1,4 +1,4 @@
-"""A2C, the Q critic and PPO on Atari games: what they share, then what the first two have of their own."""
+"""A2C, the Q critic, PPO and PQN on Atari games: what they share, then what the first two have alone."""
 
 import itertools
 import math
@@ -31,12 +31,17 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from stable_baselines3 import A2C
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-SCRIPTS = ("a2c_atari", "qcritic_atari", "ppo_atari")
+SCRIPTS = ("a2c_atari", "qcritic_atari", "ppo_atari", "pqn_atari")
 with_n_step_returns = pytest.mark.parametrize("atari", SCRIPTS[:2], indirect=True)
-OWN_SETTINGS = {"ppo_atari": {"num_minibatches": 5, "update_epochs": 1}}
+with_policy = pytest.mark.parametrize("atari", SCRIPTS[:3], indirect=True)
+OWN_SETTINGS = {
+    "ppo_atari": {"num_minibatches": 5, "update_epochs": 1},
+    "pqn_atari": {"num_minibatches": 5, "update_epochs": 1, "end_e": 0.5},
+}
 OWN_TAGS = {
     "qcritic_atari": {"values/q_mean", "values/q_spread", "values/state_values", "values/q_gap"},
     "ppo_atari": {"losses/approx_kl", "losses/clipfrac", "charts/clip_coef"},
+    "pqn_atari": {"losses/td_loss", "charts/epsilon"},
 }
 SHORT_RUN = {
     "env_id": "PlainRL/Breakout-v0",
@@ -51,9 +56,11 @@ SHORT_RUN = {
 TAGS = {
     *("charts/episodic_return", "charts/episodic_return_min", "charts/episodic_return_max"),
     *("charts/episodic_length", "charts/return_mean_100", "charts/SPS", "charts/learning_rate"),
-    *("losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/total", "losses/grad_norm"),
-    *("losses/explained_variance", "values/predictions", "values/targets", "values/advantages"),
+    *("losses/grad_norm", "losses/explained_variance", "values/predictions", "values/targets"),
     *("eval/return_mean", "eval/return_stderr", "eval/length_mean"),
+}
+POLICY_TAGS = {
+    *("losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/total", "values/advantages"),
 }
 
 # Games of at most 100 frames, which begin without idle frames and without the first shot.
@@ -69,7 +76,7 @@ def short_run(atari) -> dict:
 
 
 def returns_function(atari) -> str:
-    return "gae" if atari.SCRIPT == "ppo_atari" else "n_step_returns"
+    return {"ppo_atari": "gae", "pqn_atari": "q_lambda_returns"}.get(atari.SCRIPT, "n_step_returns")
 
 
 @pytest.fixture(scope="session", params=SCRIPTS)
@@ -171,6 +178,7 @@ def test_returns_of_a_known_case(atari):
     np.testing.assert_allclose(returns[:, 0], [0.7733, 0.6802, 0.4850, 0.5, 3.5, -0.5050], atol=5e-5)
 
 
+@with_policy
 def test_actions_are_samples_of_the_softmax(atari):
     logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, -1.0, 0.0]])
     rng, count = torch.Generator().manual_seed(0), 20_000
@@ -347,11 +355,13 @@ class Lamp(gym.vector.VectorEnv):
 
 
 def test_learns_what_chance_does_not_reach(atari, train, monkeypatch):
-    """Chance is right in 2.5 of 10; after 300 updates the sampled policy is in 9."""
+    """Chance is right in 2.5 of 10; after 300 updates the policy that acts is in 9."""
     monkeypatch.setattr(atari, "make_envs", lambda args, num_envs, *_, **__: Lamp(num_envs))
     settings = {"num_envs": 8, "total_timesteps": 300 * 40, "checkpoint_interval": 100_000}
-    if atari.SCRIPT == "ppo_atari":
+    if atari.SCRIPT in OWN_SETTINGS:
         settings |= {"num_minibatches": 1, "update_epochs": 2, "total_timesteps": 150 * 40}
+    if atari.SCRIPT == "pqn_atari":
+        settings |= {"end_e": 0.01, "gamma": 0.5}
     checkpoint = train(**settings, eval_interval=0, learning_rate=3e-4)
     assert np.mean(checkpoint["recent"], axis=0)[0] > 9
 
@@ -386,9 +396,10 @@ def test_run_folder(atari, train):
     names = sorted(re.sub(r"^(events\.out\.tfevents).*", r"\1", path.name) for path in Path("run").iterdir())
     assert names == ["checkpoint.pt", "config.json", "evaluations.csv", "events.out.tfevents", "model.pt"]
     logged = scalars(Path("run"))
-    assert logged.keys() == TAGS | OWN_TAGS.get(atari.SCRIPT, set())
+    policy_tags = set() if atari.SCRIPT == "pqn_atari" else POLICY_TAGS
+    assert logged.keys() == TAGS | policy_tags | OWN_TAGS.get(atari.SCRIPT, set())
     logs = [120, 180, 240, 360, 480]  # at evaluations and checkpoints
-    assert [step for step, _ in logged["losses/total"]] == logs
+    assert [step for step, _ in logged["losses/grad_norm"]] == logs
     assert [step for step, _ in logged["eval/return_mean"]] == [180, 360, 480]
     least, mean, greatest = (logged[f"charts/episodic_return{x}"][-1][1] for x in ("_min", "", "_max"))
     assert least <= mean <= greatest
@@ -433,10 +444,11 @@ def test_video_shows_the_game_that_is_played(atari):
 
 def test_bf16_is_close_to_float32(atari):
     torch.manual_seed(0)
-    agent, obs = atari.AtariAgent(6, 6, False), torch.randint(256, (8, 4, 84, 84), dtype=torch.uint8)
+    space = SimpleNamespace(single_action_space=gym.spaces.Discrete(6))
+    agent, obs = atari.make_agent(atari.Args(), space), torch.randint(256, (8, 4, 84, 84), dtype=torch.uint8)
     exact = agent(obs)
     agent.bf16 = True
-    for x, y in zip(exact, agent(obs), strict=True):
+    for x, y in zip(exact, agent(obs), strict=True):  # the heads' outputs, or those of one head
         assert y.dtype == torch.float32
         assert 0 < (x - y).abs().max() < 0.02 * x.abs().max()
 
@@ -452,7 +464,7 @@ def test_non_finite_gradient_stops_the_run(atari, train, monkeypatch):
     name = returns_function(atari)
     returns = getattr(atari, name)
     monkeypatch.setattr(atari, name, lambda *x: returns(*x) * (math.nan if next(calls) == 9 else 1))
-    with pytest.raises(SystemExit, match=r"error: non-finite .* step 150; .* run/checkpoint.pt"):
+    with pytest.raises(SystemExit, match=r"error: losses/\w+ not finite at step 150; .* run/checkpoint.pt"):
         train()
     assert torch.load("run/checkpoint.pt", weights_only=True)["global_step"] == 120
 
@@ -485,9 +497,9 @@ def test_bad_input(atari, refusal):
         ("--env-id", "CartPole-v1"): "Atari",
         ("--env-id", "Pong-v4"): "NoFrameskip-v4",
         ("--gamma", "1.1"): "--gamma",
-        ("--vf-coef", "nan"): "--vf-coef",
+        ("--learning-rate", "nan"): "--learning-rate",
         ("--num-envs", "0"): "--num-envs",
-        ("--vf-coef", "-1"): "--vf-coef",
+        ("--eval-interval", "-1"): "--eval-interval",
         ("--run-dir", "run"): "--resume run",
         ("--resume", "nowhere"): "nowhere",
         ("--resume", "run", "--env-id", "PongNoFrameskip-v4"): "PlainRL/Breakout-v0",
@@ -500,7 +512,7 @@ def test_bad_input(atari, refusal):
         torch.save(state | {"script": other}, Path("run", file))
         assert other in refusal(name, "run")
         torch.save(state | {"agent": {}}, Path("run", file))
-        assert "weights" in refusal(name, "run")
+        assert "does not fit" in refusal(name, "run")
         shutil.copy(atari.__file__, Path("run", file))
         assert "damaged" in refusal(name, "run")
 
@@ -633,6 +645,7 @@ def test_baselines_give_a_whole_network_the_same_gradient(qcritic):
         torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-4)
 
 
+@with_policy
 def test_first_action_values_hardly_differ(atari):
     """A policy that follows differences by chance has decided before anything is learned."""
     torch.manual_seed(0)

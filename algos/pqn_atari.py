@@ -1,0 +1,772 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = [
+#     "ale-py~=0.12.1",
+#     "gymnasium~=1.4.0",
+#     "imageio[ffmpeg]~=2.37",
+#     "numpy~=2.4",
+#     "tensorboard~=2.21",
+#     "torch~=2.13.0",
+#     "tqdm~=4.67",
+#     "tyro~=1.0",
+#     "wandb~=0.31",
+# ]
+# ///
+"""Parallelised Q-network (PQN) on Atari games: deep Q-learning without a replay buffer.
+
+Gallici et al. 2024, arXiv 2407.04811. Parallel games are played epsilon-greedily, and each rollout is used
+for a few epochs of minibatches. With targets R, computed once for each rollout, PQN minimises
+
+    E[(R_t - Q(s_t, a_t))^2],   R_t = r_t + gamma ((1 - lambda) max_a Q(s_t+1, a) + lambda R_t+1),
+
+which is Q(lambda) as in Peng and Williams 1996: a random action does not end the sum.
+
+    python pqn_atari.py --env-id PongNoFrameskip-v4                     trains
+    python pqn_atari.py --resume runs/RUN                               goes on from the last checkpoint
+    python pqn_atari.py --evaluate runs/RUN --capture-video             plays whole games for their score
+
+DQN (Mnih et al. 2015) has a replay buffer, so that a minibatch is not of successive steps alone, and a target
+network, so that the targets stand still while Q moves towards them. Here several games at once give the
+variety, and layer normalisation the stability. The paper's theorem: if the hidden layers are normalised and
+wide enough and the last layer's weights are kept small by an l2 penalty, temporal differences converge even
+off policy and without a target network. As in the paper's experiments, there is no such penalty here.
+
+Not as in the paper's code: 8 games of 128 steps and 4 minibatches, as in CleanRL, instead of 128 of 32 and
+32; epsilon falls to 0.01 instead of 0.001, and the step size to 0; a convolution is normalised over the whole
+picture and not at each pixel; weights are orthogonal; the loss has no half; what a time limit cuts off is
+bootstrapped.
+
+In training a reward counts by its sign and a lost life as the end of an episode, after which the game goes
+on; every return that is reported is the score of a whole game. A step is an action, which lasts 4 frames.
+Evaluation is epsilon-greedy with --end-e: where a game leaves nothing to chance, a policy that is greedy
+throughout may go round in a circle until the time limit. --greedy evaluates that one.
+"""
+
+import ctypes
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+if __name__ == "__main__" and sys.platform == "linux":
+    # How often idle threads of PyTorch look for work before they sleep; read as it is loaded. If too often,
+    # they keep the cores from the games' threads; if never, each layer has to wake them.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    # Keep the memory that an update frees for the next one. Given back to the system, it has to be taken from
+    # there anew, page by page: a tenth of the time.
+    for parameter in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+        ctypes.CDLL(None).mallopt(parameter, 2**30)  # bytes
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+from ale_py.vector_env import AtariVectorEnv
+from torch import Tensor, nn
+
+
+@dataclass
+class Args:
+    num_envs: int = 8
+    """parallel games"""
+    num_steps: int = 128
+    """steps of each game in one rollout"""
+    num_minibatches: int = 4
+    """minibatches of one epoch"""
+    update_epochs: int = 2
+    """passes over each rollout"""
+    learning_rate: float = 2.5e-4
+    """step size of RAdam"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to 0 at --total-timesteps"""
+    gamma: float = 0.99
+    """discount factor"""
+    q_lambda: float = 0.65
+    """lambda of Q(lambda): 0 gives one-step targets, 1 multi-step ones"""
+    start_e: float = 1.0
+    """probability of a random action in the first rollout"""
+    end_e: float = 0.01
+    """probability of a random action once it has fallen, linearly; and in evaluations"""
+    exploration_fraction: float = 0.1
+    """part of --total-timesteps in which it falls"""
+    max_grad_norm: float = 10.0
+    """largest norm of the gradient over all parameters"""
+    bf16: bool = False
+    """compute all layers but the head in bfloat16 (autocast): faster where the processor has it"""
+
+    env_id: str = "PongNoFrameskip-v4"
+    """Atari game under one of Gymnasium's names: PongNoFrameskip-v4, ALE/Pong-v5 (sticky actions), ..."""
+    seed: int = 1
+    """seed of every generator of the run"""
+    total_timesteps: int = 10_000_000
+    """environment steps to train for, over all environments; rounded up to whole rollouts"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the network runs (auto: CUDA if there is one); the games always run on the CPU"""
+    torch_threads: int = torch.get_num_threads()
+    """CPU threads of PyTorch, and of the games; part of what determines the run"""
+    eval_interval: int = 250_000
+    """environment steps between evaluations; the end of training is one more (0: none at all)"""
+    eval_episodes: int = 10
+    """whole games of one evaluation"""
+    greedy: bool = False
+    """evaluate the greedy policy instead of the epsilon-greedy one with epsilon --end-e"""
+    checkpoint_interval: int = 50_000
+    """environment steps between checkpoints; part of what determines the run"""
+    stop_at_return: float | None = None
+    """end training once the mean return of an evaluation reaches this"""
+    capture_video: bool = False
+    """record the first episode of each evaluation under videos/<run name>/"""
+    track: bool = False
+    """log to Weights & Biases as well"""
+    wandb_project: str = "plainrl"
+    """project of --track"""
+    wandb_entity: str | None = None
+    """user or team of --track"""
+    run_dir: Path | None = None
+    """folder of this run (default: runs/<env id>__<script>__seed<seed>__<unix time>)"""
+    resume: Path | None = None
+    """run folder to go on with, under its own settings; flags given beside this one override them"""
+    evaluate: Path | None = None
+    """model.pt or run folder to play --eval-episodes with, instead of training"""
+
+
+# What a number may be, where that is not anything above 0.
+RANGES = dict.fromkeys(("seed", "eval_interval"), (0, 2**32))
+RANGES |= dict.fromkeys(("gamma", "q_lambda", "start_e", "end_e", "exploration_fraction"), (0, 1))
+RANGES |= {"stop_at_return": (-sys.float_info.max, sys.float_info.max)}
+
+
+class AtariNetwork(nn.Module):
+    """The network of Mnih et al. 2015 (Nature 518, p. 529) below its heads.
+
+    Orthogonal weights with gain sqrt 2; biases zero. The hidden layer is fully connected, to pictures of 7x7;
+    as a convolution it takes half the time in float32. With layer_norm what a layer computes is normalised
+    over each sample, before its relu. With bf16 the layers compute in bfloat16.
+    """
+
+    def __init__(self, bf16: bool, layer_norm: bool = False):
+        super().__init__()
+        self.bf16 = bf16
+        self.conv1 = nn.Conv2d(4, 32, 8, stride=4)
+        self.conv2 = nn.Conv2d(32, 64, 4, stride=2)
+        self.conv3 = nn.Conv2d(64, 64, 3)
+        self.hidden = nn.Conv2d(64, 512, 7)
+        self.layers = (self.conv1, self.conv2, self.conv3, self.hidden)
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight, math.sqrt(2))
+            nn.init.zeros_(layer.bias)
+        norms = [nn.GroupNorm(1, x.out_channels) if layer_norm else nn.Identity() for x in self.layers]
+        self.norms = nn.ModuleList(norms)  # of one group: over all of a sample
+        self.to(memory_format=torch.channels_last)  # for which convolutions take three quarters of the time
+
+    def features(self, obs: Tensor) -> Tensor:
+        """What the heads take, (batch, 512), of observations (batch, 4, 84, 84)."""
+        x = obs.contiguous(memory_format=torch.channels_last) * (1 / 255)
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+            for layer, norm in zip(self.layers, self.norms, strict=True):
+                x = F.relu(norm(layer(x)))
+        return x.flatten(1).float()
+
+
+class AtariQNetwork(AtariNetwork):
+    """A head of action values on a network with layer normalisation.
+
+    Its weights are orthogonal with gain 0.01, since first differences between actions mean nothing, and first
+    targets are then the rewards; biases zero.
+    """
+
+    def __init__(self, num_actions: int, bf16: bool):
+        super().__init__(bf16, layer_norm=True)
+        self.critic = nn.Linear(512, num_actions)
+        nn.init.orthogonal_(self.critic.weight, 0.01)
+        nn.init.zeros_(self.critic.bias)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """Q values (batch, num_actions) of observations (batch, 4, 84, 84)."""
+        return self.critic(self.features(obs))
+
+
+def exploration(step: int, args: Args) -> float:
+    """Epsilon, the probability of a random action, at an environment step of the run."""
+    duration = args.exploration_fraction * args.total_timesteps
+    progress = step / duration if step < duration else 1.0
+    return (1 - progress) * args.start_e + progress * args.end_e
+
+
+def explore(q_values: Tensor, epsilon: float, rng: torch.Generator) -> Tensor:
+    """Actions (batch,), random with probability epsilon, else the best by q_values (batch, num_actions)."""
+    best = q_values.argmax(-1)
+    chances = torch.empty_like(q_values[:, 0]).uniform_(generator=rng)
+    random = torch.empty_like(best).random_(q_values.shape[-1], generator=rng)
+    return torch.where(chances < epsilon, random, best)
+
+
+def discounted_cumsum(x: Tensor, discounts: Tensor, start: Tensor) -> Tensor:
+    """y_t = x_t + discounts_t y_(t-1) with y_(-1) = start; x, discounts and y (num_steps, num_envs)."""
+    sums = [start]
+    for x_t, discount in zip(x.unbind(), discounts.unbind(), strict=True):
+        sums.append(torch.addcmul(x_t, discount, sums[-1]))
+    return torch.stack(sums[1:])
+
+
+def q_lambda_returns(
+    rewards: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor, gamma: float, lam: float
+) -> Tensor:
+    """Targets by Q(lambda), arXiv 2407.04811; all shapes (num_steps, num_envs).
+
+    next_values[t] is max_a Q of the observation that step t led to, before any reset: at a truncation, that
+    of the episode's last one. A terminated step has no future, and no sum goes on past the end of an episode
+    (done: terminated or truncated) or of the rollout. lambda 0 gives the targets of one-step Q-learning, 1
+    n-step returns.
+    """
+    weights = lam * (~done).to(rewards.dtype)  # of the next step's target; the rest is for its value
+    x = rewards + gamma * (1 - weights) * next_values * ~terminated
+    return discounted_cumsum(x.flip(0), gamma * weights.flip(0), next_values[-1]).flip(0)
+
+
+def td_loss(q_values: Tensor, actions: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared error of q_values (batch, num_actions) at actions (batch,), from targets (batch,)."""
+    return F.mse_loss(q_values.gather(-1, actions.unsqueeze(-1)).squeeze(-1), targets)
+
+
+class AtariGames(AtariVectorEnv):
+    """Parallel games in ale-py's own threads; with render, the first one twice, for its colours."""
+
+    def __init__(self, num_envs: int, render: bool, **settings):
+        settings |= {"autoreset_mode": "SameStep", "reward_clipping": False}
+        super().__init__(num_envs=num_envs, num_threads=torch.get_num_threads(), **settings)
+        self.metadata = self.metadata | {"render_fps": 15}  # of an Atari's 60 frames a second
+        self.envs, self.film = [self], None
+        if render:
+            size = {"stack_num": 1, "img_height": 210, "img_width": 160}
+            self.film = AtariVectorEnv(num_envs=1, grayscale=False, **size, **settings)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+        """Of a seed ale-py would take 31 bits, and give the games consecutive ones."""
+        seeds = np.random.SeedSequence(seed).generate_state(self.num_envs).astype(int) >> 1
+        if self.film:
+            self.picture, _ = self.film.reset(seed=seeds[:1], options=options)
+        return super().reset(seed=seeds, options=options)
+
+    def step(self, actions: np.ndarray) -> tuple:
+        if self.film:
+            self.picture = self.film.step(actions[:1])[0]
+        return super().step(actions)
+
+    def render(self) -> np.ndarray:
+        """The first game's screen at twice its size, (420, 320, 3)."""
+        return self.picture[0, 0].repeat(2, 0).repeat(2, 1)
+
+
+def make_envs(args: Args, num_envs: int, render: bool = False, life_loss: bool = False) -> AtariGames:
+    """num_envs copies of a game, each reset in the step that ends it; life_loss: a lost life terminates too.
+
+    A step lasts 4 frames; of the last two it shows the maximum, in grey and 84x84, and an observation is the
+    last 4 such pictures, as in Mnih et al. 2015. Up to 30 frames pass before the first action.
+    """
+    gym.register_envs(ale_py)
+    settings = dict(gym.spec(args.env_id).kwargs)
+    if "game" not in settings:
+        error(f"this plays Atari games; --env-id {args.env_id} is none")
+    if settings.pop("frameskip") not in (1, 4):
+        error(f"{args.env_id} skips a random number of frames; NoFrameskip-v4 or ALE/...-v5 do not")
+    return AtariGames(num_envs, render, life_loss_info=life_loss, **settings)
+
+
+def make_agent(args: Args, envs: gym.vector.VectorEnv) -> AtariQNetwork:
+    """A new agent for these environments."""
+    return AtariQNetwork(int(envs.single_action_space.n), args.bf16)
+
+
+def make_policy(args: Args, agent: AtariQNetwork, space: gym.spaces.Discrete) -> Callable:
+    """A function from observations (num_envs, 4, 84, 84) and a NumPy generator to actions (num_envs,)."""
+    epsilon = 0.0 if args.greedy else args.end_e
+
+    def act(obs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        with torch.no_grad():
+            best = agent(torch.as_tensor(obs, device=agent.critic.weight.device)).argmax(-1).cpu().numpy()
+        return np.where(rng.random(len(best)) < epsilon, rng.integers(space.n, size=len(best)), best)
+
+    return act
+
+
+def train(args: Args) -> None:
+    """Train one agent; all that it leaves behind is in its run folder."""
+    shape, batch_size = (args.num_steps, args.num_envs), args.num_steps * args.num_envs
+    if batch_size % args.num_minibatches:
+        error(f"a rollout of {batch_size} steps is not {args.num_minibatches} equal minibatches")
+    device = prepare(args)
+    envs = make_envs(args, args.num_envs, life_loss=True)
+    agent = make_agent(args, envs).to(device)
+    optimizer = torch.optim.RAdam(agent.parameters())
+    run = Run(args, log_interval=5_000, agent=agent, optimizer=optimizer)
+    reward_buffer = np.zeros(shape, np.float32)
+    terminated_buffer, done_buffer = np.zeros((2, *shape), bool)
+    while not run.over:
+        if run.fresh:  # at the start and after each checkpoint: so a resumed run has nothing to restore here
+            obs, info = envs.reset(seed=run.seed(0))
+            frame_number = info["episode_frame_number"]
+            rng = torch.Generator(device).manual_seed(run.seed(1))
+            episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
+        learning_rate = args.learning_rate * (1 - run.progress if args.anneal_lr else 1)
+        optimizer.param_groups[0]["lr"] = learning_rate
+        epsilon = exploration(run.global_step, args)
+
+        # Collect.
+        observations, actions, values, q_taken, episodes = [], [], [], [], []
+        bootstraps = torch.zeros(shape, device=device)
+        with torch.no_grad():
+            for t in range(args.num_steps):
+                # In the order in which the network wants them, once for all epochs.
+                obs = torch.as_tensor(obs, device=device).contiguous(memory_format=torch.channels_last)
+                observations.append(obs)
+                q_values = agent(obs)
+                actions.append(explore(q_values, epsilon, rng))
+                values.append(q_values.amax(-1))
+                q_taken.append(q_values.gather(-1, actions[t].unsqueeze(-1)).squeeze(-1))
+                obs, reward, terminated_buffer[t], truncated, info = envs.step(actions[t].cpu().numpy())
+                reward_buffer[t], done_buffer[t] = np.sign(reward), terminated_buffer[t] | truncated
+                if truncated.any():  # then not terminated, says ale-py
+                    # obs is by then the first one of the next game (SAME_STEP).
+                    final_obs = torch.as_tensor(info["final_obs"][truncated], device=device)
+                    bootstraps[t, torch.from_numpy(truncated)] = agent(final_obs).amax(-1)
+                episode_return += reward
+                episode_length += 1
+                over = info["episode_frame_number"] < frame_number  # the game, not a life alone
+                frame_number = info["episode_frame_number"]
+                episodes += zip(episode_return[over].tolist(), episode_length[over].tolist(), strict=True)
+                episode_return[over], episode_length[over] = 0, 0
+            last_values = agent(torch.as_tensor(obs, device=device)).amax(-1)
+
+        # Compute targets. Within an episode, a step leads to what the next one sees.
+        buffers = (reward_buffer, terminated_buffer, done_buffer)
+        rewards, terminated, done = (torch.as_tensor(buffer, device=device) for buffer in buffers)
+        next_values = torch.where(done, bootstraps, torch.stack([*values[1:], last_values]))
+        returns = q_lambda_returns(rewards, next_values, terminated, done, args.gamma, args.q_lambda)
+        observations, actions, targets = torch.cat(observations), torch.cat(actions), returns.flatten()
+
+        # Update.
+        losses, norms = [], []
+        for _ in range(args.update_epochs):
+            order = torch.randperm(batch_size, generator=rng, device=device)
+            for indices in order.chunk(args.num_minibatches):
+                loss = td_loss(agent(observations[indices]), actions[indices], targets[indices])
+                optimizer.zero_grad()
+                loss.backward()
+                norms.append(nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm))
+                optimizer.step()
+                losses.append(loss.detach())
+
+        scalars = {
+            "losses/td_loss": torch.stack(losses),
+            "losses/grad_norm": torch.stack(norms),
+            "values/predictions": torch.cat(q_taken),
+            "values/targets": targets,
+            "charts/learning_rate": learning_rate,
+            "charts/epsilon": epsilon,
+        }
+        run.end_iteration(batch_size, scalars, episodes)
+
+
+# ---- From here on, the text is the same in every script. ----
+
+import atexit
+import io
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from collections import defaultdict, deque
+from dataclasses import asdict, replace
+from typing import Any, NoReturn
+
+import tyro
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+
+
+def error(message: str) -> NoReturn:
+    """Refuse bad input: one line on standard error, exit status 2."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check(args: Args) -> None:
+    """Refuse numbers out of range, a device that is not there, and an environment that cannot be made."""
+    for name, value in vars(args).items():
+        low, high = RANGES.get(name, (sys.float_info.min, sys.float_info.max))
+        if type(value) in (int, float) and not low <= value <= high:
+            must = f"lie in [{low}, {high}]" if name in RANGES else "be finite and above 0"
+            error(f"--{name.replace('_', '-')} must {must}, not {value}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        error("--device cuda: PyTorch sees no CUDA device here")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the error says what matters of them
+            envs = make_envs(args, 1, args.capture_video)
+            if args.capture_video:
+                _ = torch._dynamo  # loads Triton, which crashes once a software renderer has loaded its LLVM
+                envs.reset()
+                envs.envs[0].render()
+    except Exception as exception:  # renderers raise many kinds; all but these are else a fault of code
+        if not args.capture_video and not isinstance(exception, gym.error.Error | ImportError):
+            raise
+        hint = "MUJOCO_GL=egl (Debian: apt install libegl1) or MUJOCO_GL=osmesa (apt install libosmesa6)"
+        hint = f". To render without a display, MuJoCo needs {hint}" if args.capture_video else ""
+        error(f"cannot make --env-id {args.env_id}: {exception}{hint}")
+
+
+def prepare(args: Args) -> torch.device:
+    """Seed PyTorch and set its number of threads; returns the device to compute on."""
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.torch_threads)
+    if args.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    # The same bits again on a GPU: pytorch.org/docs/stable/notes/randomness.html
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    return torch.device("cuda")
+
+
+def progress_bar(**options: Any) -> tqdm:
+    """A bar on a terminal; elsewhere a line a minute."""
+    if not sys.stderr.isatty():
+        options |= {"bar_format": "{l_bar}{bar:10}{r_bar}\n", "mininterval": 60, "maxinterval": 60}
+    return tqdm(unit="step", delay=options.get("mininterval", 2), **options)
+
+
+def evaluate(
+    policy: Callable, envs: gym.vector.VectorEnv, episodes: int, seed: int, video: Path | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns and lengths, each (episodes,), of the policy; the first environment's first episode as an MP4.
+
+    Each environment plays a fixed share of the episodes, so that short ones are not over-counted.
+    """
+    rng = np.random.default_rng((seed, 1))  # of the seed alone it would draw what the first environment draws
+    remaining = episodes // envs.num_envs + (np.arange(envs.num_envs) < episodes % envs.num_envs)
+    returns, lengths, bar, frames = [], [], progress_bar(desc="evaluation", leave=False), None
+    if video:
+        import imageio
+
+        video.parent.mkdir(parents=True, exist_ok=True)
+        frames = imageio.get_writer(video, fps=envs.metadata.get("render_fps", 30), macro_block_size=2)
+    recorded = RecordEpisodeStatistics(envs)
+    obs, _ = recorded.reset(seed=seed)
+    while remaining.any():
+        if frames and not frames.closed:
+            frames.append_data(envs.envs[0].render())
+        obs, _, terminated, truncated, info = recorded.step(policy(obs, rng))
+        done = terminated | truncated
+        if done.any():
+            counted = done & (remaining > 0)
+            returns += info["episode"]["r"][counted].tolist()
+            lengths += info["episode"]["l"][counted].tolist()
+            remaining = remaining - counted
+        if frames and done[0]:
+            frames.close()
+        bar.set_postfix_str(f"{len(returns)} of {episodes} episodes", refresh=False)
+        bar.update(envs.num_envs)
+    bar.close()
+    return np.array(returns), np.array(lengths)
+
+
+def spread(returns: np.ndarray) -> tuple[float, float, float]:
+    """Mean, standard deviation and standard error of returns (episodes,)."""
+    std = returns.std(ddof=1) if len(returns) > 1 else math.nan
+    return returns.mean(), std, std / math.sqrt(len(returns))
+
+
+def write(path: Path, content: bytes | dict) -> None:
+    """Write bytes, or a dict as torch.save does, beside the path and move them there, so whole or not."""
+    if isinstance(content, dict):
+        torch.save(content, buffer := io.BytesIO())  # writing itself, it would not say that a disk is full
+        content = buffer.getbuffer()
+    path.with_suffix(".tmp").write_bytes(content)
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def load(path: Path, *keys: str) -> dict:
+    """What this script has written there, arguments as Args; refuses what is damaged or lacks a key.
+
+    Nothing in the file is run as code.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the error says what matters of them
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["script"] != SCRIPT:
+            error(f"{path} is of {state['script']}, not of {SCRIPT}")
+        return {key: state[key] for key in keys} | {"args": Args(**state["args"])}
+    except FileNotFoundError:
+        error(f"there is no {path}")
+    except Exception as exception:  # torch.load raises many kinds
+        error(f"{path} is damaged or not a checkpoint: {str(exception).partition('. ')[0]}")
+
+
+def restore(path: Path, args: Args, *keys: str, **parts: Any) -> dict:
+    """Give each part its saved state, and return the rest; refuses another environment or other sizes."""
+    state = load(path, *keys, *parts)
+    if args.env_id != state["args"].env_id:
+        error(f"{path} is of {state['args'].env_id}, not of --env-id {args.env_id}")
+    for name, part in parts.items():
+        try:
+            part.load_state_dict(state[name])
+        except (KeyError, RuntimeError, ValueError) as exception:
+            _, _, tensors = str(exception).partition(":\n")  # of a module, a line for each that does not fit
+            error(f"{path} does not fit: {name}: {tensors.partition(chr(10))[0] or exception}")
+    return state
+
+
+class Run:
+    """A training run: its folder and logs, its evaluations and checkpoints, and when it ends.
+
+    A run is a function of its arguments. At its start and after each checkpoint, `fresh` is true: every
+    generator is then seeded anew and the environments are reset, with seeds that follow from --seed and the
+    global step. So a checkpoint needs to hold no state of theirs, and a run that was killed and resumed ends
+    with the same bits as one that was not. Ctrl-C and SIGTERM end the process at once, and what came after
+    the last checkpoint is done again.
+
+    parts: what training changes, each with state_dict and load_state_dict. `agent` is what make_policy takes
+    and model.pt holds. A replay `buffer` has save(folder) and load(folder) as well, for files of its own.
+    """
+
+    def __init__(self, args: Args, log_interval: int = 1, **parts: Any):
+        self.args, self.parts, self.log_interval = args, parts, log_interval
+        self.global_step, self.episodes, self.recent = 0, 0, deque(maxlen=100)
+        self.fresh, self.pending, self.ended = True, [], []
+        self.seconds, self.started = 0.0, time.perf_counter()
+        name = f"{args.env_id.replace('/', '-')}__{SCRIPT}__seed{args.seed}__{int(time.time())}"
+        self.folder = args.resume or args.run_dir or Path("runs", name)
+        self.checkpoint = self.folder / "checkpoint.pt"
+        if args.resume and args.run_dir:
+            error("--run-dir has no meaning beside --resume, which goes on in the folder that it names")
+        if args.resume:
+            state = restore(self.checkpoint, args, "global_step", "episodes", "recent", **parts)
+            self.global_step, self.episodes = state["global_step"], state["episodes"]
+            self.recent.extend(state["recent"])
+            if "buffer" in parts:
+                parts["buffer"].load(self.folder)
+        elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            error(f"{self.folder} is taken; if it is a run, this goes on with it: --resume {self.folder}")
+        self.over = self.progress >= 1
+        self.eval_envs = make_envs(args, min(args.eval_episodes, 10), args.capture_video)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not args.resume:
+                self.save()
+            self.open_logs()
+        except OSError as exception:
+            if not args.resume:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            error(f"cannot write the run folder: {exception}")
+        self.how_to_go_on = shlex.join(("python", sys.argv[0], "--resume", str(self.folder)))
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self.interrupt)
+        sys.excepthook = self.crash
+        print(f"run folder: {self.folder}", flush=True)
+
+    def interrupt(self, signum: int, _: Any) -> NoReturn:
+        """End the process with what the last checkpoint holds; a second signal ends it without a word."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # At the exit, since here it might interrupt another print; what is registered last comes first.
+        atexit.register(print, f"stopped after step {self.global_step}; to go on: {self.how_to_go_on}")
+        atexit.register(self.bar.close)
+        raise SystemExit(128 + signum)
+
+    def crash(self, *exception: Any) -> None:
+        """Of an exception that nobody expected: its traceback, and how to go on."""
+        sys.__excepthook__(*exception)
+        print(f"the run folder is {self.folder}; to go on: {self.how_to_go_on}", file=sys.stderr)
+
+    def open_logs(self) -> None:
+        """Begin to log, or go on: what an earlier process logged after the checkpoint is dropped."""
+        packages = sorted({"gymnasium", "mujoco", "ale_py", "numpy", "torch"} & sys.modules.keys())
+        git = f"git -C {shlex.quote(str(Path(__file__).resolve().parent))} rev-parse --verify --quiet HEAD"
+        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
+        config = {"script": SCRIPT} | asdict(self.args) | {"python": platform.python_version()}
+        config |= {name.replace("_", "-"): sys.modules[name].__version__ for name in packages}
+        config |= {"git_commit": commit or None, "cpu": f"{os.cpu_count()} x {platform.machine()}"}
+        config["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        write(self.folder / "config.json", json.dumps(config, indent=2, default=str).encode() + b"\n")
+        self.evaluations = self.folder / "evaluations.csv"
+        rows = self.evaluations.read_text().splitlines(True)[1:] if self.evaluations.exists() else []
+        # What a full disk cut off has no end of line.
+        rows = [row for row in rows if row.endswith("\n") and int(row.partition(",")[0]) <= self.global_step]
+        write(self.evaluations, "".join(["global_step,episode,return,length\n", *rows]).encode())
+        if self.args.track:
+            import wandb
+
+            account = {"project": self.args.wandb_project, "entity": self.args.wandb_entity}
+            self.wandb = wandb.init(**account, id=self.folder.name, resume="allow", config=config)
+            self.wandb.define_metric("*", step_metric="global_step")
+        # What a full disk raises in TensorBoard's thread, its next call raises here.
+        hook = threading.excepthook
+        threading.excepthook = lambda failed: issubclass(failed.exc_type, OSError) or hook(failed)
+        self.tensorboard = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        self.bar, self.shown = progress_bar(initial=self.global_step, total=self.args.total_timesteps), {}
+
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done."""
+        episodes = self.episodes / getattr(self.args, "total_episodes", math.inf)
+        return max(self.global_step / self.args.total_timesteps, episodes)
+
+    def seed(self, stream: int) -> int:
+        """The seed of a stream of random numbers from the global step on."""
+        return int(np.random.SeedSequence((self.args.seed, self.global_step, stream)).generate_state(1)[0])
+
+    def require_finite(self, **arrays: np.ndarray) -> None:
+        """End the run at a number that is not finite; arrays (steps, num_envs, ...) by what they hold."""
+        for name, array in arrays.items():
+            if not np.isfinite(array).all():
+                if self.pending:
+                    self.log()  # which ends it if a loss was the first
+                step = np.argwhere(~np.isfinite(array))[0, 0] + 1
+                self.fail(f"{name} not finite", self.global_step + step * array.shape[1])
+
+    def end_iteration(self, steps: int, scalars: dict, episodes: list[tuple[float, int]]) -> None:
+        """Count and log an iteration; evaluate, record and save where that is due; end a run that is over.
+
+        steps: environment steps. scalars: numbers or tensors of any shape by their tags; logged is the mean
+        of each since the last log. episodes: (return, length) of those that ended.
+        """
+        self.seconds += time.perf_counter() - self.started
+        args, before, self.global_step = self.args, self.global_step, self.global_step + steps
+        self.episodes += len(episodes)
+        self.ended += episodes
+        self.pending.append((self.global_step, steps, scalars))
+        intervals = (self.log_interval, args.eval_interval or math.inf, args.checkpoint_interval)
+        log_due, eval_due, save_due = (self.global_step // n > before // n for n in intervals)
+        finished, mean_return = self.progress >= 1, -math.inf
+        try:
+            if log_due or eval_due or save_due or finished:
+                self.log()
+            if eval_due or (finished and args.eval_interval):
+                mean_return = self.evaluate()
+            self.over = finished or (args.stop_at_return is not None and mean_return >= args.stop_at_return)
+            self.fresh = save_due or self.over
+            if self.fresh:
+                self.tensorboard.flush()  # a run that resumes from here has logged what came before
+                self.save()
+        except OSError as exception:
+            self.fail(f"cannot write ({exception})", self.global_step)
+        if self.over:
+            self.bar.close()
+        self.started = time.perf_counter()
+
+    def log(self) -> None:
+        """Log what has come since the last time; a loss that is not finite ends the run."""
+        values = defaultdict(list)
+        for step, _, scalars in self.pending:
+            for tag, value in scalars.items():
+                values[tag].append(torch.as_tensor(value, dtype=torch.float64).flatten())
+                if tag.startswith("losses/") and not values[tag][-1].isfinite().all():
+                    self.fail(f"{tag} not finite", step)
+        values = {tag: torch.cat(tensors) for tag, tensors in values.items()}
+        means = {tag: x.mean().item() for tag, x in values.items()}
+        if "values/targets" in values:  # 1: the predictions are perfect, 0: no better than a constant
+            targets, predictions = values["values/targets"], values["values/predictions"]
+            means["losses/explained_variance"] = 1 - ((targets - predictions).var() / targets.var()).item()
+        means["charts/SPS"] = sum(steps for _, steps, _ in self.pending) / self.seconds
+        if self.ended:
+            self.recent.extend(self.ended)
+            means["charts/episodic_return"], means["charts/episodic_length"] = np.mean(self.ended, axis=0)
+            means["charts/episodic_return_min"] = min(self.ended)[0]
+            means["charts/episodic_return_max"] = max(self.ended)[0]
+            means["charts/return_mean_100"], _ = np.mean(self.recent, axis=0)
+        self.show(means)
+        self.pending, self.ended, self.seconds = [], [], 0.0
+
+    def show(self, scalars: dict[str, float]) -> None:
+        """Log scalars by their tags; the bar shows the two that matter most."""
+        for tag, value in scalars.items():
+            self.tensorboard.add_scalar(tag, value, self.global_step)
+        if self.args.track:
+            self.wandb.log(scalars | {"global_step": self.global_step})
+        names = {"charts/return_mean_100": "return", "eval/return_mean": "evaluation"}
+        self.shown |= {names[tag]: f"{value:.5g}" for tag, value in scalars.items() if tag in names}
+        self.bar.set_postfix(self.shown, refresh=False)
+        self.bar.update(min(self.global_step, self.bar.total) - self.bar.n)
+
+    def evaluate(self) -> float:
+        """Evaluate the agent, log what it scores, and return the mean."""
+        args, step = self.args, self.global_step
+        video = Path("videos", self.folder.name, f"step_{step}.mp4") if args.capture_video else None
+        policy = make_policy(args, self.parts["agent"], self.eval_envs.single_action_space)
+        seed = self.seed(2**31)  # of a stream that training does not use
+        returns, lengths = evaluate(policy, self.eval_envs, args.eval_episodes, seed, video)
+        if not np.isfinite(returns).all():
+            self.fail("return of an evaluation not finite", step)
+        rows = enumerate(zip(returns, lengths, strict=True))
+        with self.evaluations.open("a") as file:
+            file.writelines(f"{step},{i},{episode_return},{length}\n" for i, (episode_return, length) in rows)
+        mean, _, stderr = spread(returns)
+        scalars = {"eval/return_mean": mean, "eval/return_stderr": stderr}
+        self.show(scalars | {"eval/length_mean": lengths.mean()})
+        say = tqdm.write if sys.stderr.isatty() else print  # tqdm's draws the bar anew below the line
+        say(f"step {step}: evaluation return {mean:.5g} +- {stderr:.3g}")
+        return mean
+
+    def save(self) -> None:
+        """Write model.pt, what is new in the replay buffer, and checkpoint.pt."""
+        settings = {k: v for k, v in asdict(self.args).items() if not isinstance(v, Path)}
+        state = {"script": SCRIPT, "args": settings, "global_step": self.global_step}
+        write(self.folder / "model.pt", state | {"agent": self.parts["agent"].state_dict()})
+        if "buffer" in self.parts:
+            self.parts["buffer"].save(self.folder)
+        state |= {name: part.state_dict() for name, part in self.parts.items()}
+        write(self.checkpoint, state | {"episodes": self.episodes, "recent": list(self.recent)})
+
+    def fail(self, what: str, step: int) -> NoReturn:
+        """End a run that cannot go on: one line, exit status 1."""
+        self.bar.close()
+        sys.exit(f"error: {what} at step {step}; the last checkpoint is {self.checkpoint}")
+
+
+def play(args: Args) -> None:
+    """Evaluate a saved policy and print what it scores."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C leaves without a traceback
+    envs = make_envs(args, min(args.eval_episodes, 10), args.capture_video)
+    with prepare(args):  # all that is made there is on that device
+        agent = make_agent(args, envs)
+    restore(args.evaluate, args, agent=agent)
+    policy = make_policy(args, agent, envs.single_action_space)
+    name = Path(args.evaluate.resolve().parent.name, "greedy.mp4" if args.greedy else "sampled.mp4")
+    video = "videos" / name if args.capture_video else None
+    returns, lengths = evaluate(policy, envs, args.eval_episodes, args.seed, video)
+    for i, (episode_return, length) in enumerate(zip(returns, lengths, strict=True)):
+        print(f"episode {i}: return {episode_return:.2f}, length {length}")
+    print("mean {:.6g}, standard deviation {:.4g}, standard error {:.4g}".format(*spread(returns)))
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore", ".*out of date", DeprecationWarning)  # MuJoCo's v4 is meant
+    args = tyro.cli(Args)
+    if args.evaluate:
+        path = args.evaluate / "model.pt" if args.evaluate.is_dir() else args.evaluate
+        # How to play is not the training run's to say.
+        own = ("seed", "eval_episodes", "greedy", "capture_video", "device", "torch_threads")
+        own = {name: getattr(Args, name) for name in own}
+        args = replace(tyro.cli(Args, default=replace(load(path)["args"], **own)), evaluate=path)
+    elif args.resume:
+        saved = load(args.resume / "checkpoint.pt")["args"]
+        args = tyro.cli(Args, default=replace(saved, resume=args.resume))
+    check(args)
+    play(args) if args.evaluate else train(args)
+
+
+if __name__ == "__main__":
+    main()
