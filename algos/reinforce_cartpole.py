@@ -18,8 +18,8 @@ Each update is one step of Adam, up the estimate of the policy gradient from N w
 
     1/N sum over episodes and steps t of  w_t grad log pi(a_t|s_t),
 
-and --estimator says what the weights w_t are. The means of the first two are different gradients; those of the
-last two are one and the same, which is neither of these:
+and --estimator says what the weights w_t are. The means of the first two are two gradients; those of the last
+two are one and the same, which is neither of these:
 
     total         r_0 + r_1 + ... + r_T, the return: every action is credited with every reward, so that each
                   term has the noise of a whole episode. The mean is the gradient of the expected return.
