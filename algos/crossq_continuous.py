@@ -351,11 +351,12 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> gym.vector.Syn
     mode = {"render_mode": "rgb_array"} if render else {}
     vector_kwargs = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     envs = gym.make_vec(args.env_id, num_envs, "sync", vector_kwargs, **mode)
-    # Unasked, Gymnasium 1.4 leaves a model's tracking camera unused, and a runner leaves picture and ground.
     if render and (renderer := getattr(envs.envs[0].unwrapped, "mujoco_renderer", None)):
-        renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-        ground = renderer.model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE
-        renderer.model.geom_size[ground, :2] = 0  # to MuJoCo, without end
+        # Unasked, Gymnasium 1.4 leaves the camera where it is, and the ground ends after 20 or 40 m.
+        model = renderer.model
+        renderer.camera_id = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+        model.geom_size[model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE] *= 25
+        model.mat_texrepeat *= 25
     return envs
 
 

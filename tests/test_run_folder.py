@@ -203,7 +203,7 @@ print(((frame[..., 0] - frame[..., 2]) > 40).sum(), frame[-20:].std(axis=1).max(
 """
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous", "sac_continuous"])
+@pytest.mark.parametrize("script", ["ppo_continuous", "sac_continuous", "crossq_continuous"])
 def test_camera_and_ground_follow_the_robot(tmp_path, egl, script):
     """The cheetah is the only thing in the picture that is red rather than blue; the ground is chequered."""
     shown = run_python("-c", FAR_AWAY, script_path(script).parent, script, cwd=tmp_path, MUJOCO_GL=egl)
