@@ -39,7 +39,7 @@ def environment() -> jinja2.Environment:
 
 def table(rows: Rows) -> str:
     """The rows as a Markdown table, without the columns in which nothing stands."""
-    return environment().get_template("page.md.jinja").module.table(rows)
+    return environment().get_template("table.md.jinja").module.table(rows)
 
 
 def write_page(

@@ -20,7 +20,6 @@ cannot be resumed.
 """
 
 import importlib.metadata
-import json
 import math
 import signal
 import sys
@@ -37,6 +36,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from cli import error, parse
+from results_store import add_to_config
 from scripts import ALGOS, load_script
 from stable_baselines3 import A2C, DQN, PPO, SAC
 from stable_baselines3.common.base_class import BaseAlgorithm
@@ -223,9 +223,8 @@ def open_run(script: ModuleType, args: Args, model: BaseAlgorithm) -> "Run":  # 
     class Run(script.Run):
         def open_logs(self) -> None:
             super().open_logs()
-            config = json.loads((self.folder / "config.json").read_text())
-            config["stable-baselines3"] = importlib.metadata.version("stable-baselines3")
-            (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            version = importlib.metadata.version("stable-baselines3")
+            add_to_config(self.folder, {"stable-baselines3": version})
 
         def evaluate(self) -> float:
             with torch.random.fork_rng(devices=[]):  # with which a model samples

@@ -67,6 +67,11 @@ def read_config(run_dir: Path) -> dict:
     return {}
 
 
+def add_to_config(run_dir: Path, more: dict) -> None:
+    """Have a run's config.json say more."""
+    (run_dir / "config.json").write_text(json.dumps(read_config(run_dir) | more, indent=2) + "\n")
+
+
 def latest_step(run_dir: Path) -> int:
     """The step of the latest evaluation, 0 before the first."""
     with contextlib.suppress(OSError, ValueError, IndexError):
