@@ -20,8 +20,6 @@ cannot be resumed.
 """
 
 import importlib.metadata
-import importlib.util
-import json
 import math
 import signal
 import sys
@@ -37,7 +35,9 @@ import ale_py
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
+from cli import error, parse
+from results_store import add_to_config
+from scripts import ALGOS, load_script
 from stable_baselines3 import A2C, DQN, PPO, SAC
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
@@ -45,7 +45,6 @@ from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
-ALGOS = Path(__file__).resolve().parents[1] / "algos"
 ALGORITHMS = {"ppo": PPO, "a2c": A2C, "sac": SAC, "dqn": DQN}
 # The scripts' tags for what Stable-Baselines3 logs.
 TAGS = dict.fromkeys(("policy_gradient_loss", "policy_loss", "actor_loss"), "losses/policy_loss")
@@ -88,14 +87,6 @@ class Args:
     capture_video: ClassVar[bool] = False
     track: ClassVar[bool] = False
     resume: ClassVar[None] = None
-
-
-def load_script(name: str) -> ModuleType:
-    """A script as a module."""
-    spec = importlib.util.spec_from_file_location(name, ALGOS / f"{name}.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def settings(args: Args, atari: bool) -> dict:
@@ -232,14 +223,12 @@ def open_run(script: ModuleType, args: Args, model: BaseAlgorithm) -> "Run":  # 
     class Run(script.Run):
         def open_logs(self) -> None:
             super().open_logs()
-            config = json.loads((self.folder / "config.json").read_text())
-            config["stable-baselines3"] = importlib.metadata.version("stable-baselines3")
-            (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            version = importlib.metadata.version("stable-baselines3")
+            add_to_config(self.folder, {"stable-baselines3": version})
 
         def evaluate(self) -> float:
-            self.num_streams = 3  # the evaluations' seeds are those of PPO
             with torch.random.fork_rng(devices=[]):  # with which a model samples
-                torch.manual_seed(script.derive_seed(args.seed, self.global_step, 3))
+                torch.manual_seed(self.seed(3))
                 return super().evaluate()
 
         def save(self) -> None:
@@ -247,8 +236,10 @@ def open_run(script: ModuleType, args: Args, model: BaseAlgorithm) -> "Run":  # 
 
     script.make_policy = make_policy
     run = Run(args, agent=model)
-    for signum, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-        signal.signal(signum, handler)  # no checkpoint is made before the end
+    # There is no checkpoint to go on from, whatever ends it.
+    sys.excepthook = sys.__excepthook__
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
     return run
 
 
@@ -257,14 +248,12 @@ def train(args: Args) -> BaseAlgorithm:
     gym.register_envs(ale_py)
     spec = gym.registry.get(args.env_id)
     atari = spec is not None and str(spec.entry_point).startswith("ale_py")
-    script = load_script("a2c_atari" if atari else "ppo_continuous")
+    script = load_script(ALGOS / ("a2c_atari.py" if atari else "ppo_continuous.py"))
     script.SCRIPT = f"sb3_{args.algorithm}"
     script.check(args)
     arguments = settings(args, atari)
     if (args.zoo or args.same_settings) and (not arguments or args.zoo == args.same_settings):
-        script.error(
-            f"there are no such settings of {args.algorithm} for {args.env_id}; see benchmark/peers.py"
-        )
+        error(f"there are no such settings of {args.algorithm} for {args.env_id}; see benchmark/peers.py")
     torch.set_num_threads(args.torch_threads)
     num_envs = 16 if atari and args.algorithm in ("ppo", "a2c") else 1
     envs = script.make_envs(args, num_envs, **({"life_loss": True} if atari else {}))
@@ -275,11 +264,11 @@ def train(args: Args) -> BaseAlgorithm:
     try:
         model = ALGORITHMS[args.algorithm](policy, env, seed=args.seed, device="cpu", **arguments)
     except (AssertionError, ValueError, MemoryError) as exception:
-        script.error(f"{args.algorithm} on {args.env_id}: {exception}")
+        error(f"{args.algorithm} on {args.env_id}: {exception}")
     model.learn(args.total_timesteps, callback=Watch(open_run(script, args, model), envs))
     return model
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", ".*out of date", DeprecationWarning)  # MuJoCo's v4 is meant
-    train(tyro.cli(Args))
+    train(parse(Args, __doc__))

@@ -35,75 +35,11 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from cli import parse
+from contests import CONTESTS, Contest
+from results_store import read_events
+from scripts import ALGOS
 from torch.utils._python_dispatch import TorchDispatchMode
-
-ALGOS = Path(__file__).resolve().parents[1] / "algos"
-
-
-@dataclass(frozen=True)
-class Contest:
-    """What is run, and against what."""
-
-    settings: dict[str, float]
-    """flags of the script, with which the peer agrees"""
-    parts: dict[str, tuple[str, ...]]
-    """functions as seen from the script, by what they do; f(): what f returns; "- x": of the part above"""
-    variants: tuple[str, ...] = ("",)
-    """flags of each contender beside those"""
-    env_ids: tuple[str, ...] = ("HalfCheetah-v4",)
-    threads: int = 1
-    has_peer: bool = True
-
-
-ATARI = Contest(
-    env_ids=("PongNoFrameskip-v4",),
-    threads=2,
-    settings={"num_envs": 16, "num_steps": 5, "total_timesteps": 25_000},
-    parts={
-        "environments": ("AtariGames.step",),
-        "forward passes": ("AtariAgent.forward",),
-        "backward pass": ("torch.Tensor.backward",),
-        "clipping and RMSprop": ("nn.utils.clip_grad_norm_", "torch.optim.RMSprop.step"),
-    },
-    variants=("", "--bf16"),
-)
-MUJOCO = {"environment": ("gym.vector.SyncVectorEnv.step",), "- mj_step alone": ("gym.mujoco.mj_step",)}
-ADAM = {"Adam": ("torch.optim.Adam.step",)}
-CONTESTS = {
-    "ppo_continuous": Contest(
-        settings={"num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "update_epochs": 10}
-        | {"hidden_size": 64, "total_timesteps": 9 * 2048},
-        parts=MUJOCO | {"policy": ("numpy_actor()",), "gradient": ("ppo_gradient",)} | ADAM,
-        variants=("", "--compile"),
-    ),
-    "sac_continuous": Contest(
-        settings={"num_envs": 1, "batch_size": 256, "hidden_size": 256}
-        | {"learning_starts": 1000, "total_timesteps": 6000},
-        parts=MUJOCO
-        | {"replay buffer": ("ReplayBuffer.add", "ReplayBuffer.sample")}
-        | {"gradient of the critics": ("critic_gradient",), "gradient of the policy": ("actor_gradient",)}
-        | ADAM,
-        variants=("", "--compile", "--compile --bf16"),
-    ),
-    "a2c_atari": ATARI,
-    "qcritic_atari": ATARI,  # its peer too
-    "reinforce_cartpole": Contest(
-        env_ids=("CartPole-v1",),
-        settings={"total_episodes": 2000},
-        parts={
-            "environments": ("gym.vector.SyncVectorEnv.step",),
-            "policy": ("numpy_logits()",),
-            "backward pass and Adam": ("torch.Tensor.backward", "torch.optim.Adam.step"),
-        },
-        has_peer=False,
-    ),
-    "qlearning_tabular": Contest(
-        env_ids=("FrozenLake-v1", "Blackjack-v1"),
-        settings={"total_timesteps": 200_000},
-        parts={"environment": ("gym.wrappers.TimeLimit.step", "gym.wrappers.TimeLimit.reset")},
-        has_peer=False,
-    ),
-}
 
 
 @dataclass
@@ -135,12 +71,9 @@ def run(threads: int, *command: str | Path) -> tuple[float, str]:
 
 def time_script(threads: int, script: Path, *flags: str) -> tuple[float, float]:
     """Steps a second (median over what the run logged) and peak memory in MB of a script."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     with tempfile.TemporaryDirectory() as folder:
         megabytes, _ = run(threads, script, *flags, f"--run-dir={folder}/run")
-        events = EventAccumulator(f"{folder}/run").Reload()
-        return statistics.median(scalar.value for scalar in events.Scalars("charts/SPS")[1:]), megabytes
+        return read_events(Path(folder, "run"))["charts/SPS"].dropna()[1:].median(), megabytes
 
 
 def time_peer(threads: int, *arguments: str) -> tuple[float, float]:
@@ -152,10 +85,7 @@ def time_peer(threads: int, *arguments: str) -> tuple[float, float]:
 def peer(name: str, device: str) -> None:
     """Print the peer's steps a second: of blocks of 1,000 or more, after the first fifth, the median."""
     import ale_py
-    from stable_baselines3 import A2C, PPO, SAC
     from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_atari_env
-    from stable_baselines3.common.vec_env import VecFrameStack
 
     class Clock(BaseCallback):
         def _on_training_start(self) -> None:
@@ -171,22 +101,9 @@ def peer(name: str, device: str) -> None:
     gym.register_envs(ale_py)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     contest = CONTESTS[name]
-    settings, env_id = contest.settings, contest.env_ids[0]
-    if name == "ppo_continuous":
-        size = settings["num_steps"] * settings["num_envs"] // settings["num_minibatches"]
-        size = {"batch_size": size, "n_epochs": settings["update_epochs"], "n_steps": settings["num_steps"]}
-        model = PPO("MlpPolicy", env_id, **size, device=device)
-    elif name == "sac_continuous":
-        size = {"net_arch": [settings["hidden_size"]] * 2}
-        size = {"batch_size": settings["batch_size"], "policy_kwargs": size}
-        model = SAC("MlpPolicy", env_id, learning_starts=settings["learning_starts"], **size, device=device)
-    else:
-        # Of its two vector environments DummyVecEnv is the faster one on two cores.
-        envs = VecFrameStack(make_atari_env(env_id, settings["num_envs"]), n_stack=4)
-        coefficients = {"vf_coef": 0.25, "ent_coef": 0.01}
-        model = A2C("CnnPolicy", envs, n_steps=settings["num_steps"], **coefficients, device=device)
+    model = contest.peer.make(contest.settings, contest.env_ids[0], device)
     clock = Clock()
-    model.learn(settings["total_timesteps"] + 1000, callback=clock)
+    model.learn(contest.settings["total_timesteps"] + 1000, callback=clock)
     steps, seconds = np.diff(clock.starts, axis=0).T
     print(np.median((steps / seconds)[len(steps) // 5 :]))
 
@@ -283,7 +200,7 @@ def compare(args: Args, contest: Contest, env_id: str) -> None:
     """Print the two tables of a script on one environment."""
     threads = args.threads or contest.threads
     settings = contest.settings | {"env_id": env_id, "eval_interval": 0, "checkpoint_interval": 1_000_000}
-    settings |= {"device": args.device} if contest.has_peer else {}
+    settings |= {"device": args.device} if contest.peer else {}
     settings |= {"torch_threads": threads} if threads > 1 else {}
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in settings.items()]
     script = ALGOS / f"{args.script}.py"
@@ -293,8 +210,8 @@ def compare(args: Args, contest: Contest, env_id: str) -> None:
         for copy, path in copies.items():
             command = (path.resolve(), *flags, *variant.split())
             contenders[f"{copy} {variant}".strip()] = functools.partial(time_script, threads, *command)
-    if contest.has_peer:
-        contenders["Stable-Baselines3"] = functools.partial(time_peer, threads, args.script, args.device)
+    if contest.peer:
+        contenders[contest.peer.algorithm] = functools.partial(time_peer, threads, args.script, args.device)
     results = {name: [] for name in contenders}
     for _ in range(args.repetitions):
         for name, contender in contenders.items():
@@ -328,6 +245,6 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["--parts"]:
         time_parts(*sys.argv[2:])
     else:
-        args = tyro.cli(Args, description=__doc__)
+        args = parse(Args, __doc__)
         for env_id in CONTESTS[args.script].env_ids:
             compare(args, CONTESTS[args.script], env_id)

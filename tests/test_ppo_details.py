@@ -1,4 +1,4 @@
-"""benchmark/ppo_details.py leaves out what it says, and nothing else."""
+"""benchmark/grids/ppo_details.py leaves out what it says, and nothing else."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def test_detail_is_left_out(tmp_path, detail):
 
     Pendulum's episodes are truncated after 200 steps.
     """
-    script, details = BENCHMARK.parent / "algos" / "ppo_continuous.py", BENCHMARK / "ppo_details.py"
+    script, details = BENCHMARK.parent / "algos" / "ppo_continuous.py", BENCHMARK / "grids" / "ppo_details.py"
     pendulum = {"env_id": "Pendulum-v1", "total_timesteps": 512, "num_envs": 1, "eval_interval": 0}
     settings = flags(SHORT_RUN | pendulum)
     runs = {"own": (script, *settings), "detail": (details, *settings, "--without", detail)}
@@ -31,7 +31,7 @@ def test_detail_is_left_out(tmp_path, detail):
 
 
 def test_truncated_steps_have_no_future_without_bootstrap():
-    details = load_script("ppo_details", BENCHMARK)
+    details = load_script("ppo_details", BENCHMARK / "grids")
     gae, ones = details.ppo.gae, torch.ones(3, 1)
     done, terminated = torch.tensor([[False], [True], [False]]), torch.zeros(3, 1, dtype=torch.bool)
     details.leave_out("bootstrap")

@@ -6,7 +6,8 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY, load_script, run_script
+from conftest import REPOSITORY, run_script
+from results_store import read_results
 
 RESULTS = REPOSITORY / "benchmark" / "results"
 
@@ -19,9 +20,8 @@ def test_table_in_the_readme_is_the_report_of_the_committed_evaluations():
 
 
 def runs(grid: str, **settings) -> list:
-    """The runs of a grid with these settings, as report.py reads them."""
-    report = load_script("report", REPOSITORY / "benchmark")
-    return [run for run in report.read_results(RESULTS / grid) if settings.items() <= run.config.items()]
+    """The runs of a grid with these settings, as the report reads them."""
+    return [run for run in read_results(RESULTS / grid) if settings.items() <= run.config.items()]
 
 
 def ends(runs: list) -> np.ndarray:

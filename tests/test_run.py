@@ -1,5 +1,6 @@
 """benchmark/run.py: a grid gives the same results however often it, or a run of it, was ended and resumed."""
 
+import contextlib
 import csv
 import fcntl
 import gzip
@@ -14,9 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import REPOSITORY, assert_same, contents, run_python
+from results_store import thin
 
 RUN = REPOSITORY / "benchmark" / "run.py"
 TINY = """
@@ -41,6 +45,34 @@ seed = [1, 2]
 """
 
 
+# Starts another process, and ends neither at a signal.
+DEAF = """
+import json, os, signal, subprocess, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+
+@dataclass
+class Args:
+    env_id: str
+    run_dir: Path | None = None
+    seed: int = 1
+    torch_threads: int = 1
+
+def main():
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    folder = Path(sys.argv[-1])
+    folder.mkdir(parents=True)
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (folder / "pids.tmp").write_text(f"{os.getpid()} {other.pid}")
+    (folder / "pids.tmp").replace(folder / "pids")
+    time.sleep(600)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
 @pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -54,10 +86,10 @@ def run_grid(text: str, *flags, status: int = 0, grid: str = "grid") -> subproce
     return done
 
 
-def start_grid(text: str, *flags, grid: str = "grid") -> subprocess.Popen:
+def start_grid(text: str, *flags, grid: str = "grid", **options) -> subprocess.Popen:
     Path(f"{grid}.toml").write_text(text)
     command = [sys.executable, "-B", RUN, f"{grid}.toml", "--results", "results", *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 120) -> object:
@@ -68,12 +100,20 @@ def wait_for(condition: Callable[[], object], seconds: float = 120) -> object:
     return value
 
 
-def in_the_middle(grid: str = "grid", runs: int = 1) -> bool:
-    """So many runs have a checkpoint later than their first, and none has ended."""
+def in_the_middle(grid: str = "grid", runs: int = 1, past: int = 0) -> bool:
+    """So many runs have a checkpoint later than their first or another step, and none has ended."""
     folders = list(Path("runs", grid).glob("*/"))
     assert not any((folder / "completed").exists() for folder in folders)
     paths = [folder / "checkpoint.pt" for folder in folders]
-    return sum(path.exists() and read_checkpoint(path)["global_step"] > 0 for path in paths) >= runs
+    return sum(path.exists() and read_checkpoint(path)["global_step"] > past for path in paths) >= runs
+
+
+def is_alive(pid: str) -> bool:
+    """Whether there is such a process, and no zombie that waits for its parent."""
+    path = Path(f"/proc/{pid}/stat")
+    with contextlib.suppress(OSError):
+        return path.read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def read_checkpoint(path: Path) -> dict:
@@ -159,12 +199,52 @@ def test_interrupted_grid_saves_and_prints_the_command_that_goes_on(signum):
     runner.send_signal(signum)
     output, _ = runner.communicate(timeout=60)
     assert runner.returncode == 128 + signum, output
-    assert "saved at step" in "".join(log.read_text() for log in Path("runs/grid").glob("*.log"))
+    assert "; to go on: " in "".join(log.read_text() for log in Path("runs/grid").glob("*.log"))
     command = re.search(r"to go on: python (.*)", output)[1]
     done = subprocess.run(f"{shlex.quote(sys.executable)} {command}", shell=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert len(exported()) == 2
     assert resumed()
+
+
+def test_grid_that_ctrl_c_ended_twice_equals_uninterrupted(whole):
+    """A terminal's Ctrl-C is for all of a process group; each run is to have it once."""
+    step = 0
+    for times in (1, 2):
+        runner = start_grid(LONG, start_new_session=True)
+        wait_for(lambda: in_the_middle(runs=2, past=step))  # noqa: B023
+        os.killpg(runner.pid, signal.SIGINT)
+        output, _ = runner.communicate(timeout=60)
+        assert runner.returncode == 130, output
+        assert "to go on: python " in output
+        logs = [path.read_text() for path in Path("runs/grid").glob("*.log")]
+        assert [log.count("; to go on: ") for log in logs] == [times] * 2
+        assert not any("Traceback" in log for log in logs)
+        step = max(read_checkpoint(path)["global_step"] for path in Path("runs/grid").glob("*/checkpoint.pt"))
+    run_grid(LONG)
+    assert_same_grids("grid", whole, runs=2)
+    assert len(resumed()) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the runs by /proc")
+def test_second_ctrl_c_ends_a_grid_and_what_its_runs_have_started_at_once():
+    """The runs of this grid shrug at the first one."""
+    Path("deaf.py").write_text(DEAF)
+    runner = start_grid(
+        '[[runs]]\nscript = "deaf.py"\nenv-id = "none"\nseed = [1, 2]', start_new_session=True
+    )
+    wait_for(
+        lambda: [Path(f"runs/grid/deaf__none__seed{seed}/pids").exists() for seed in (1, 2)] == [True] * 2
+    )
+    os.killpg(runner.pid, signal.SIGINT)
+    time.sleep(0.5)
+    assert runner.poll() is None
+    os.killpg(runner.pid, signal.SIGINT)
+    output, _ = runner.communicate(timeout=5)
+    assert runner.returncode == 130, output
+    pids = [pid for path in Path("runs/grid").glob("*/pids") for pid in path.read_text().split()]
+    assert len(pids) == 4
+    wait_for(lambda: not any(is_alive(pid) for pid in pids), seconds=5)
 
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="one core has room for one run anyway")
@@ -382,20 +462,18 @@ def test_runner_stays_small(tmp_path):
 
 
 def test_progress_keeps_every_tag_in_few_rows():
-    sys.path.insert(0, str(RUN.parent))
-    from run import thin_progress
-
-    often = [(step, float(step)) for step in range(1, 1001)]
-    seldom = [(step, 1.0) for step in range(100, 1001, 100)]
-    rows = thin_progress({"often": often, "seldom": seldom})
-    assert [row["global_step"] for row in rows] == list(range(5, 1001, 5))
-    assert [row["often"] for row in rows] == [step - 2 for step in range(5, 1001, 5)]
-    assert [row["global_step"] for row in rows if "seldom" in row] == list(range(100, 1001, 100))
-    assert thin_progress({"often": often[:3], "seldom": []}) == [
-        {"global_step": step, "often": float(step)} for step in (1, 2, 3)
-    ]
-    assert [row["global_step"] for row in thin_progress({"often": often[:203]})][-2:] == [202, 203]
-    assert thin_progress({}) == []
+    """Of 1,000 steps every five are one row, of fewer than the rows each is its own."""
+    steps = np.arange(1, 1001)
+    seldom = np.where(steps % 100 == 0, 1.0, np.nan)
+    progress = pd.DataFrame({"global_step": steps, "often": steps.astype(float), "seldom": seldom})
+    rows = thin(progress)
+    assert rows["global_step"].tolist() == list(range(5, 1001, 5))
+    assert rows["often"].tolist() == [step - 2 for step in range(5, 1001, 5)]
+    assert rows.dropna()["global_step"].tolist() == list(range(100, 1001, 100))
+    assert rows["seldom"].dropna().tolist() == [1.0] * 10
+    assert thin(progress[:3])[["global_step", "often"]].to_numpy().tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert thin(progress[:203])["global_step"].tolist()[-2:] == [202, 203]
+    assert thin(progress[:0]).empty
 
 
 def test_run_whose_node_is_lost_goes_on_on_another(monkeypatch):

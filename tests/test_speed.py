@@ -6,7 +6,9 @@ import re
 import shutil
 
 import pytest
-from conftest import REPOSITORY, flags, load_script, run_python
+import speed
+from conftest import ALGOS, REPOSITORY, flags, run_python
+from contests import CONTESTS
 
 SPEED = REPOSITORY / "benchmark" / "speed.py"
 # Of each kind of script one, with something of every kind of part; four iterations of it or more.
@@ -17,25 +19,20 @@ SHORT = {
 }
 
 
-@pytest.fixture(scope="module")
-def speed():
-    return load_script("speed", SPEED.parent)
-
-
-def test_every_script_is_timed(speed):
-    assert {*speed.CONTESTS} == {path.stem for path in speed.ALGOS.glob("*.py")}
+def test_every_script_is_timed():
+    assert {*CONTESTS} == {path.stem for path in ALGOS.glob("*.py")}
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_parts_of_a_run_make_up_its_time(speed, tmp_path, name):
+def test_parts_of_a_run_make_up_its_time(tmp_path, name):
     """All calls are found, and the parts make up the whole."""
-    command = (SPEED, "--parts", name, speed.ALGOS / f"{name}.py", *flags(SHORT[name]), "--eval-interval", 0)
+    command = (SPEED, "--parts", name, ALGOS / f"{name}.py", *flags(SHORT[name]), "--eval-interval", 0)
     done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     times = json.loads(done.stdout.splitlines()[-1])
     floors = {part: times.pop(part) for part in [*times] if part.startswith("-")}
     whole = times.pop("whole loop")
-    assert {*times} == {*speed.CONTESTS[name].parts} - {*floors} | {"everything else"}
+    assert {*times} == {*CONTESTS[name].parts} - {*floors} | {"everything else"}
     assert min(times.values()) > 0
     assert sum(times.values()) == pytest.approx(whole)
     assert all(floor > 0 for floor in floors.values())  # on a busy machine no more can be said
@@ -45,10 +42,10 @@ def test_parts_of_a_run_make_up_its_time(speed, tmp_path, name):
         assert {*floors} == {f"- products alone, {part}" for part in ("forward passes", "backward pass")}
 
 
-def test_tables(speed, tmp_path, capsys):
+def test_tables(tmp_path, capsys):
     """Of a short contest without a peer, beside another copy of the script."""
-    shutil.copy(speed.ALGOS / "qlearning_tabular.py", tmp_path)
-    contest = dataclasses.replace(speed.CONTESTS["qlearning_tabular"], settings={"total_timesteps": 30_000})
+    shutil.copy(ALGOS / "qlearning_tabular.py", tmp_path)
+    contest = dataclasses.replace(CONTESTS["qlearning_tabular"], settings={"total_timesteps": 30_000})
     args = speed.Args("qlearning_tabular", repetitions=1, beside=tmp_path)
     speed.compare(args, contest, "FrozenLake-v1")
     output = capsys.readouterr().out

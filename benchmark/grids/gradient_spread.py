@@ -1,6 +1,6 @@
 """Spread of REINFORCE's four gradient estimates, on one policy that stays as it is.
 
-    python benchmark/gradient_spread.py RUN_DIR
+    python benchmark/grids/gradient_spread.py RUN_DIR
 
 The policy of a run of algos/reinforce_cartpole.py plays whole episodes, the same for every estimator. Each
 episode gives an estimate g_i of the gradient g in the policy's parameters. A row has the norm of g, the
@@ -8,7 +8,6 @@ standard deviation of the g_i (the root of the mean of ||g_i - g||^2), and the s
 the number of episodes after which the standard error of the estimate is as small as g.
 """
 
-import importlib.util
 import math
 import sys
 from dataclasses import dataclass
@@ -21,7 +20,9 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-SCRIPT = Path(__file__).resolve().parents[1] / "algos" / "reinforce_cartpole.py"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from cli import parse
+from scripts import ALGOS, load_script
 
 
 @dataclass
@@ -32,13 +33,6 @@ class Args:
     """episodes to play"""
     seed: int = 1
     """seed of the environments and of the actions"""
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def play(reinforce: ModuleType, agent, envs, episodes: int, seed: int) -> list[tuple[np.ndarray, ...]]:
@@ -86,10 +80,10 @@ def gradients(reinforce: ModuleType, agent, episodes: list, estimator: str, gamm
 
 
 def main(args: Args) -> None:
-    reinforce = load(SCRIPT)
+    reinforce = load_script(ALGOS / "reinforce_cartpole.py")
     torch.set_num_threads(1)
     path = args.run / "model.pt" if args.run.is_dir() else args.run
-    state = reinforce.load(path)
+    state = reinforce.load(path, "agent")
     settings = state["args"]
     envs = reinforce.make_envs(settings, 10)
     agent = reinforce.make_agent(settings, envs)
@@ -112,4 +106,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse(Args, __doc__))

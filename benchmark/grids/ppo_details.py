@@ -1,30 +1,21 @@
 """PPO without one detail of its implementation that has no flag, to measure what the detail is worth.
 
-    python benchmark/ppo_details.py --without observation-statistics --env-id HalfCheetah-v4
+    python benchmark/grids/ppo_details.py --without observation-statistics --env-id HalfCheetah-v4
 
 It is algos/ppo_continuous.py, with its flags and --without.
 """
 
-import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from scripts import ALGOS, load_script
 
-def load_ppo() -> ModuleType:
-    """algos/ppo_continuous.py as a module."""
-    path = Path(__file__).resolve().parents[1] / "algos" / "ppo_continuous.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ppo = load_ppo()
+ppo = load_script(ALGOS / "ppo_continuous.py")
 
 
 @dataclass
