@@ -331,7 +331,7 @@ def train(args: Args) -> None:
     # Observations as bytes, in the order in which the network wants them: once, and not in each epoch.
     size = (batch_size, *envs.single_observation_space.shape)
     obs_buffer = torch.empty(size, dtype=torch.uint8, device=device, memory_format=torch.channels_last)
-    obs_buffer = obs_buffer.unflatten(0, shape)
+    obs_by_step = obs_buffer.unflatten(0, shape)
     reward_buffer = np.zeros(shape, np.float32)
     terminated_buffer, done_buffer = np.zeros((2, *shape), bool)
     while not run.over:
@@ -349,8 +349,8 @@ def train(args: Args) -> None:
         bootstraps = torch.zeros(shape, device=device)
         with torch.no_grad():
             for t in range(args.num_steps):
-                obs_buffer[t] = torch.from_numpy(obs)
-                logits, value = agent(obs_buffer[t])
+                obs_by_step[t] = torch.from_numpy(obs)
+                logits, value = agent(obs_by_step[t])
                 values.append(value.squeeze(-1))
                 actions.append(sample_actions(logits, rng))
                 log_probs.append(log_probs_and_entropies(logits, actions[t])[0])
@@ -375,7 +375,7 @@ def train(args: Args) -> None:
         values = torch.stack(values)
         advantages = gae(rewards, values, next_values, terminated, done, args.gamma, args.gae_lambda)
         targets = (x.flatten() for x in (values, advantages, advantages + values))
-        rollout = Rollout(obs_buffer.flatten(0, 1), torch.cat(actions), torch.cat(log_probs), *targets)
+        rollout = Rollout(obs_buffer, torch.cat(actions), torch.cat(log_probs), *targets)
 
         # Update.
         for _ in range(args.update_epochs):
