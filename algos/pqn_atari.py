@@ -304,6 +304,10 @@ def train(args: Args) -> None:
     agent = make_agent(args, envs).to(device)
     optimizer = torch.optim.RAdam(agent.parameters())
     run = Run(args, log_interval=5_000, agent=agent, optimizer=optimizer)
+    # Observations as bytes, in the order in which the network wants them: once, and not in each epoch.
+    size = (batch_size, *envs.single_observation_space.shape)
+    obs_buffer = torch.empty(size, dtype=torch.uint8, device=device, memory_format=torch.channels_last)
+    obs_buffer = obs_buffer.unflatten(0, shape)
     reward_buffer = np.zeros(shape, np.float32)
     terminated_buffer, done_buffer = np.zeros((2, *shape), bool)
     while not run.over:
@@ -317,14 +321,12 @@ def train(args: Args) -> None:
         epsilon = exploration(run.global_step, args)
 
         # Collect.
-        observations, actions, values, q_taken, episodes = [], [], [], [], []
+        actions, values, q_taken, episodes = [], [], [], []
         bootstraps = torch.zeros(shape, device=device)
         with torch.no_grad():
             for t in range(args.num_steps):
-                # In the order in which the network wants them, once for all epochs.
-                obs = torch.as_tensor(obs, device=device).contiguous(memory_format=torch.channels_last)
-                observations.append(obs)
-                q_values = agent(obs)
+                obs_buffer[t] = torch.from_numpy(obs)
+                q_values = agent(obs_buffer[t])
                 actions.append(explore(q_values, epsilon, rng))
                 values.append(q_values.amax(-1))
                 q_taken.append(q_values.gather(-1, actions[t].unsqueeze(-1)).squeeze(-1))
@@ -347,7 +349,7 @@ def train(args: Args) -> None:
         rewards, terminated, done = (torch.as_tensor(buffer, device=device) for buffer in buffers)
         next_values = torch.where(done, bootstraps, torch.stack([*values[1:], last_values]))
         returns = q_lambda_returns(rewards, next_values, terminated, done, args.gamma, args.q_lambda)
-        observations, actions, targets = torch.cat(observations), torch.cat(actions), returns.flatten()
+        observations, actions, targets = obs_buffer.flatten(0, 1), torch.cat(actions), returns.flatten()
 
         # Update.
         losses, norms = [], []

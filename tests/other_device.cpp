@@ -176,6 +176,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   const auto backward = "convolution_backward_overrideable";
   library.impl(backward, torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+  // PyTorch has one for any device, before a fallback, which needs memory in one order.
+  library.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
 
 }  // namespace
