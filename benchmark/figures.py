@@ -24,7 +24,8 @@ matplotlib.rcParams.update(STYLE)
 
 def draw_references(ax: Axes, runs: list[Record]) -> None:
     """Published returns, each with a pattern of its own. Their names are in the legend, clear of curves."""
-    patterns, known = ((1, 1), (4, 2), (1, 3), (6, 2, 1, 2)), published(runs)
+    known = [reference for reference in published(runs) if reference.get("drawn", True)]
+    patterns = (1, 1), (4, 2), (1, 3), (6, 2, 1, 2), (9, 3), (3, 1, 1, 1), (6, 1), (9, 2, 1, 2, 1, 2)
     for reference, pattern in zip(known, itertools.cycle(patterns), strict=False):
         label = f"{reference['source']}: {reference['value']:,}"
         ax.axhline(reference["value"], color="0.3", lw=0.9, ls=(0, pattern), label=label)

@@ -87,7 +87,10 @@ def test_truncation_reaches_the_learner(peers):
         (["--algorithm=dqn", "--env-id=Pendulum-v1"], "dqn on Pendulum-v1"),
         (["--algorithm=ppo", "--env-id=Pendulum-v1", "--zoo"], "no such settings"),
         (["--algorithm=ppo", "--env-id=NoSuch-v1"], "NoSuch"),
-        (["--algorithm=ppo", "--env-id=Pendulum-v1", "--eval-episodes=0"], "--eval-episodes must be finite and above 0"),
+        (
+            ["--algorithm=ppo", "--env-id=Pendulum-v1", "--eval-episodes=0"],
+            "--eval-episodes must be finite and above 0",
+        ),
         (["--algorithm=ppo", "--env-id=Pendulum-v1", "--run-dir=taken"], "taken"),
     ],
 )
