@@ -307,7 +307,7 @@ def train(args: Args) -> None:
     # Observations as bytes, in the order in which the network wants them: once, and not in each epoch.
     size = (batch_size, *envs.single_observation_space.shape)
     obs_buffer = torch.empty(size, dtype=torch.uint8, device=device, memory_format=torch.channels_last)
-    obs_buffer = obs_buffer.unflatten(0, shape)
+    obs_by_step = obs_buffer.unflatten(0, shape)
     reward_buffer = np.zeros(shape, np.float32)
     terminated_buffer, done_buffer = np.zeros((2, *shape), bool)
     while not run.over:
@@ -325,8 +325,8 @@ def train(args: Args) -> None:
         bootstraps = torch.zeros(shape, device=device)
         with torch.no_grad():
             for t in range(args.num_steps):
-                obs_buffer[t] = torch.from_numpy(obs)
-                q_values = agent(obs_buffer[t])
+                obs_by_step[t] = torch.from_numpy(obs)
+                q_values = agent(obs_by_step[t])
                 actions.append(explore(q_values, epsilon, rng))
                 values.append(q_values.amax(-1))
                 q_taken.append(q_values.gather(-1, actions[t].unsqueeze(-1)).squeeze(-1))
@@ -349,14 +349,14 @@ def train(args: Args) -> None:
         rewards, terminated, done = (torch.as_tensor(buffer, device=device) for buffer in buffers)
         next_values = torch.where(done, bootstraps, torch.stack([*values[1:], last_values]))
         returns = q_lambda_returns(rewards, next_values, terminated, done, args.gamma, args.q_lambda)
-        observations, actions, targets = obs_buffer.flatten(0, 1), torch.cat(actions), returns.flatten()
+        actions, targets = torch.cat(actions), returns.flatten()
 
         # Update.
         losses, norms = [], []
         for _ in range(args.update_epochs):
             order = torch.randperm(batch_size, generator=rng, device=device)
             for indices in order.chunk(args.num_minibatches):
-                loss = td_loss(agent(observations[indices]), actions[indices], targets[indices])
+                loss = td_loss(agent(obs_buffer[indices]), actions[indices], targets[indices])
                 optimizer.zero_grad()
                 loss.backward()
                 norms.append(nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm))
