@@ -26,6 +26,7 @@ rows. A run has one thread, or as many as its torch-threads says.
 import os
 import resource
 import shlex
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -102,4 +103,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--export"]:
         results_store.export_run(*map(Path, sys.argv[2:]))
     else:
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # before there are runs, Ctrl-C leaves without a traceback
         main(parse(Args, __doc__))

@@ -45,7 +45,7 @@ seed = [1, 2]
 """
 
 
-# Starts another process, and ends neither at a signal.
+# Starts another process, and writes down each signal without ending.
 DEAF = """
 import json, os, signal, subprocess, sys, time
 from dataclasses import dataclass
@@ -59,10 +59,9 @@ class Args:
     torch_threads: int = 1
 
 def main():
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)
     folder = Path(sys.argv[-1])
     folder.mkdir(parents=True)
+    signal.signal(signal.SIGINT, lambda *_: (folder / "signals").open("a").write("SIGINT "))
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (folder / "pids.tmp").write_text(f"{os.getpid()} {other.pid}")
     (folder / "pids.tmp").replace(folder / "pids")
@@ -228,7 +227,7 @@ def test_grid_that_ctrl_c_ended_twice_equals_uninterrupted(whole):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the runs by /proc")
 def test_second_ctrl_c_ends_a_grid_and_what_its_runs_have_started_at_once():
-    """The runs of this grid shrug at the first one."""
+    """The runs of this grid shrug at the first one, which each has once: not of the terminal, too."""
     Path("deaf.py").write_text(DEAF)
     runner = start_grid(
         '[[runs]]\nscript = "deaf.py"\nenv-id = "none"\nseed = [1, 2]', start_new_session=True
@@ -237,7 +236,8 @@ def test_second_ctrl_c_ends_a_grid_and_what_its_runs_have_started_at_once():
         lambda: [Path(f"runs/grid/deaf__none__seed{seed}/pids").exists() for seed in (1, 2)] == [True] * 2
     )
     os.killpg(runner.pid, signal.SIGINT)
-    time.sleep(0.5)
+    time.sleep(1)
+    assert [path.read_text() for path in Path("runs/grid").glob("*/signals")] == ["SIGINT "] * 2
     assert runner.poll() is None
     os.killpg(runner.pid, signal.SIGINT)
     output, _ = runner.communicate(timeout=5)
