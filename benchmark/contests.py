@@ -45,10 +45,11 @@ class Contest:
     peer: Peer | None = None
 
 
-def off_policy(settings: dict) -> dict:
-    """Arguments of an algorithm with a replay buffer."""
+def off_policy(settings: dict, policy: str = "hidden_size", critics: str = "hidden_size") -> dict:
+    """Arguments of an algorithm with a replay buffer; by what names the settings tell the widths."""
     arguments = {name: settings[name] for name in ("batch_size", "learning_starts")}
-    return arguments | {"policy_kwargs": {"net_arch": [settings["hidden_size"]] * 2}}
+    sizes = {"pi": [settings[policy]] * 2, "qf": [settings[critics]] * 2}
+    return arguments | {"policy_kwargs": {"net_arch": sizes}}
 
 
 def on_policy(settings: dict) -> dict:
@@ -58,23 +59,27 @@ def on_policy(settings: dict) -> dict:
     return sizes | {"n_epochs": settings["update_epochs"]}
 
 
-ATARI = Contest(
-    env_ids=("PongNoFrameskip-v4",),
-    threads=2,
-    settings={"num_envs": 16, "num_steps": 5, "total_timesteps": 25_000},
-    parts={
+def atari(settings: dict, peer: Peer | None, network: str = "AtariAgent", optimizer: str = "Adam") -> Contest:
+    """On Pong, of a script with this network and this optimiser of PyTorch's."""
+    parts = {
         "environments": ("AtariGames.step",),
-        "forward passes": ("AtariAgent.forward",),
+        "forward passes": (f"{network}.forward",),
         "backward pass": ("torch.Tensor.backward",),
-        "clipping and RMSprop": ("nn.utils.clip_grad_norm_", "torch.optim.RMSprop.step"),
-    },
-    variants=("", "--bf16"),
-    peer=Peer(
+        f"clipping and {optimizer}": ("nn.utils.clip_grad_norm_", f"torch.optim.{optimizer}.step"),
+    }
+    return Contest(settings, parts, ("", "--bf16"), ("PongNoFrameskip-v4",), threads=2, peer=peer)
+
+
+A2C = atari(
+    {"num_envs": 16, "num_steps": 5, "total_timesteps": 25_000},
+    Peer(
         "stable_baselines3.A2C",
         lambda settings: {"n_steps": settings["num_steps"], "vf_coef": 0.25, "ent_coef": 0.01},
         policy="CnnPolicy",
     ),
+    optimizer="RMSprop",
 )
+EPOCHS = {"num_envs": 8, "num_steps": 128, "num_minibatches": 4, "total_timesteps": 15 * 1024}
 MUJOCO = {"environment": ("gym.vector.SyncVectorEnv.step",), "- mj_step alone": ("gym.mujoco.mj_step",)}
 ADAM = {"Adam": ("torch.optim.Adam.step",)}
 CONTESTS = {
@@ -95,8 +100,26 @@ CONTESTS = {
         variants=("", "--compile", "--compile --bf16"),
         peer=Peer("stable_baselines3.SAC", off_policy),
     ),
-    "a2c_atari": ATARI,
-    "qcritic_atari": ATARI,  # its peer too
+    "crossq_continuous": Contest(
+        settings={"num_envs": 1, "batch_size": 256, "policy_hidden_size": 256, "critic_hidden_size": 256}
+        | {"learning_starts": 1000, "total_timesteps": 6000},
+        parts=MUJOCO
+        | {"replay buffer": ("ReplayBuffer.add", "ReplayBuffer.sample")}
+        | {"gradient of the critics": ("crossq_critic_gradient",)}
+        | {"gradient of the policy": ("crossq_actor_gradient",)}
+        | ADAM,
+        variants=("", "--compile", "--compile --bf16"),
+        peer=Peer(
+            "sb3_contrib.CrossQ",
+            lambda settings: off_policy(settings, "policy_hidden_size", "critic_hidden_size"),
+        ),
+    ),
+    "a2c_atari": A2C,
+    "qcritic_atari": A2C,  # its peer too
+    "ppo_atari": atari(
+        EPOCHS | {"update_epochs": 4}, Peer("stable_baselines3.PPO", on_policy, policy="CnnPolicy")
+    ),
+    "pqn_atari": atari(EPOCHS | {"update_epochs": 2}, None, "AtariQNetwork", "RAdam"),
     "reinforce_cartpole": Contest(
         env_ids=("CartPole-v1",),
         settings={"total_episodes": 2000},

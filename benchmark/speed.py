@@ -200,7 +200,7 @@ def compare(args: Args, contest: Contest, env_id: str) -> None:
     """Print the two tables of a script on one environment."""
     threads = args.threads or contest.threads
     settings = contest.settings | {"env_id": env_id, "eval_interval": 0, "checkpoint_interval": 1_000_000}
-    settings |= {"device": args.device} if contest.peer else {}
+    settings |= {"device": args.device}
     settings |= {"torch_threads": threads} if threads > 1 else {}
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in settings.items()]
     script = ALGOS / f"{args.script}.py"

@@ -14,7 +14,9 @@ SPEED = REPOSITORY / "benchmark" / "speed.py"
 # Of each kind of script one, with something of every kind of part; four iterations of it or more.
 SHORT = {
     "ppo_continuous": {"num_steps": 32, "num_minibatches": 4, "total_timesteps": 320},
+    "crossq_continuous": {"learning_starts": 8, "batch_size": 8, "total_timesteps": 60},
     "qcritic_atari": {"num_envs": 2, "num_steps": 5, "total_timesteps": 200},
+    "pqn_atari": {"num_envs": 2, "num_steps": 8, "total_timesteps": 80},
     "qlearning_tabular": {"total_timesteps": 20_000},
 }
 
@@ -38,7 +40,10 @@ def test_parts_of_a_run_make_up_its_time(tmp_path, name):
     assert all(floor > 0 for floor in floors.values())  # on a busy machine no more can be said
     if name == "ppo_continuous":
         assert {*floors} == {"- mj_step alone", "- products alone, gradient"}
-    if name == "qcritic_atari":
+    if name == "crossq_continuous":
+        gradients = {f"- products alone, gradient of the {part}" for part in ("critics", "policy")}
+        assert {*floors} == {"- mj_step alone", *gradients}
+    if name.endswith("_atari"):
         assert {*floors} == {f"- products alone, {part}" for part in ("forward passes", "backward pass")}
 
 
