@@ -251,11 +251,11 @@ def test_every_transition_is_learned_from_once(atari, train, monkeypatch):
     monkeypatch.setattr(atari, "n_step_returns", record(atari.n_step_returns, calls))
     monkeypatch.setattr(atari, name, record(getattr(atari, name), losses))
     settings = {"env_id": "PlainRL/SpaceInvaders-v0", "eval_interval": 0, "gamma": 0.9}
-    train(**settings, total_timesteps=720, checkpoint_interval=10_000)
+    train(**settings, total_timesteps=1440, checkpoint_interval=10_000)
     history = histories[0]  # of the training games; the others are for evaluation
     actions, obs, rewards, terminated, truncated, infos = (list(x) for x in zip(*history[1:], strict=True))
     observations = [history[0][1], *obs]
-    assert len(actions) == 720 / 3
+    assert len(actions) == 1440 / 3
     assert np.max(rewards) > 1
     assert np.any(terminated)
     assert np.any(truncated)
