@@ -12,9 +12,11 @@ import torch
 from conftest import (
     KILLER,
     LIMITED,
+    RUNS,
     SHORT_RUN,
     assert_same,
     flags,
+    load_script,
     run_python,
     run_script,
     scalars,
@@ -31,6 +33,26 @@ def test_same_seed_gives_the_same_bits_and_another_seed_does_not(train):
     assert_same(first, train("second"))
     other = train("third", seed=2)
     assert not torch.isclose(weights(first), weights(other)).all()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_generator_is_seeded_anew_at_each_checkpoint(name, tmp_path, monkeypatch):
+    """A seed that stayed the same would repeat the same noise after each of them, to the same bits."""
+    script, seeds = load_script(name), {}
+    seed_of = script.Run.seed
+
+    def seed(run, stream: int) -> int:
+        seeds[run.global_step, stream] = seed_of(run, stream)
+        return seeds[run.global_step, stream]
+
+    monkeypatch.setattr(script.Run, "seed", seed)
+    script.train(script.Args(**RUNS[name] | {"eval_interval": 0}, run_dir=tmp_path / "run"))
+    steps = {step for step, _ in seeds}
+    streams = {stream for _, stream in seeds}
+    assert len(steps) > 1
+    assert streams >= {0, 1}
+    assert seeds.keys() == {(step, stream) for step in steps for stream in streams}
+    assert len(set(seeds.values())) == len(seeds)
 
 
 def test_evaluation_consumes_none_of_training(train):
