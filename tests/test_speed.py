@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import speed
-from conftest import ALGOS, REPOSITORY, flags, run_python
+from conftest import REPOSITORY, flags, run_python, script_path
 from contests import CONTESTS
 
 SPEED = REPOSITORY / "benchmark" / "speed.py"
@@ -22,13 +22,13 @@ SHORT = {
 
 
 def test_every_script_is_timed():
-    assert {*CONTESTS} == {path.stem for path in ALGOS.glob("*.py")}
+    assert {*CONTESTS} == {path.stem for path in (REPOSITORY / "algos").glob("*.py")}
 
 
 @pytest.mark.parametrize("name", SHORT)
 def test_parts_of_a_run_make_up_its_time(tmp_path, name):
     """All calls are found, and the parts make up the whole."""
-    command = (SPEED, "--parts", name, ALGOS / f"{name}.py", *flags(SHORT[name]), "--eval-interval", 0)
+    command = (SPEED, "--parts", name, script_path(name), *flags(SHORT[name]), "--eval-interval", 0)
     done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     times = json.loads(done.stdout.splitlines()[-1])
@@ -49,7 +49,7 @@ def test_parts_of_a_run_make_up_its_time(tmp_path, name):
 
 def test_tables(tmp_path, capsys):
     """Of a short contest without a peer, beside another copy of the script."""
-    shutil.copy(ALGOS / "qlearning_tabular.py", tmp_path)
+    shutil.copy(script_path("qlearning_tabular"), tmp_path)
     contest = dataclasses.replace(CONTESTS["qlearning_tabular"], settings={"total_timesteps": 30_000})
     args = speed.Args("qlearning_tabular", repetitions=1, beside=tmp_path)
     speed.compare(args, contest, "FrozenLake-v1")
