@@ -15,6 +15,8 @@ class Peer:
     arguments: Callable[[dict], dict]
     """the arguments of the class for the settings of a contest"""
     policy: str = "MlpPolicy"
+    num_envs: int | None = None
+    """games at a time, if not as many as the script plays"""
 
     def make(self, settings: dict, env_id: str, device: str) -> Any:
         """The model that learns."""
@@ -25,7 +27,7 @@ class Peer:
             from stable_baselines3.common.vec_env import VecFrameStack
 
             # Of its two vector environments DummyVecEnv is the faster one on two cores.
-            envs = VecFrameStack(make_atari_env(env_id, settings.get("num_envs", 1)), n_stack=4)
+            envs = VecFrameStack(make_atari_env(env_id, self.num_envs or settings["num_envs"]), n_stack=4)
         algorithm = getattr(importlib.import_module(module), name)
         return algorithm(self.policy, envs, device=device, **self.arguments(settings))
 
@@ -59,7 +61,7 @@ def on_policy(settings: dict) -> dict:
     return sizes | {"n_epochs": settings["update_epochs"]}
 
 
-def atari(settings: dict, peer: Peer | None, network: str = "AtariAgent", optimizer: str = "Adam") -> Contest:
+def atari(settings: dict, peer: Peer, network: str = "AtariAgent", optimizer: str = "Adam") -> Contest:
     """On Pong, of a script with this network and this optimiser of PyTorch's."""
     parts = {
         "environments": ("AtariGames.step",),
@@ -119,7 +121,18 @@ CONTESTS = {
     "ppo_atari": atari(
         EPOCHS | {"update_epochs": 4}, Peer("stable_baselines3.PPO", on_policy, policy="CnnPolicy")
     ),
-    "pqn_atari": atari(EPOCHS | {"update_epochs": 2}, None, "AtariQNetwork", "RAdam"),
+    # Its own defaults, but for a buffer that would take 56 GB, and for what it waits before it learns.
+    "pqn_atari": atari(
+        EPOCHS | {"update_epochs": 2},
+        Peer(
+            "stable_baselines3.DQN",
+            lambda settings: {"buffer_size": 100_000, "learning_starts": 1000},
+            policy="CnnPolicy",
+            num_envs=1,
+        ),
+        "AtariQNetwork",
+        "RAdam",
+    ),
     "reinforce_cartpole": Contest(
         env_ids=("CartPole-v1",),
         settings={"total_episodes": 2000},
