@@ -90,6 +90,7 @@ def read_study(path: Path) -> Study:
     search = content.get("search")
     if not isinstance(search, dict) or not search or len({entry["script"] for entry in entries}) > 1:
         error(f"{path} must have one script and a table [search]")
+    plan = read_plan(content.get("study", {}), path)
     search = {name.replace("_", "-"): searched for name, searched in search.items()}
     ends = {name: ends_of(name, searched, entries, path) for name, searched in search.items()}
     probes = [entries[0] | {name: value} for name, values in ends.items() for value in values]
@@ -99,7 +100,7 @@ def read_study(path: Path) -> Study:
     for name, values in ends.items():
         read = [next(probed)[2][name.replace("-", "_")] for _ in values]
         space[name] = distribution(name, search[name], read, path)
-    study = Study(path, read_plan(content.get("study", {}), path), space, runs)
+    study = Study(path, plan, space, runs)
     for run in runs:
         for rung, above in pairwise(study.rungs):
             for name in ("eval_interval", "checkpoint_interval"):

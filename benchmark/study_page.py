@@ -18,6 +18,7 @@ from cli import error
 from estimates import bootstrap, profile
 from figures import COLOURS, render
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import create_trial
@@ -110,8 +111,12 @@ def best_grid(study: Study, trial: pd.Series, origin: str, out: Path) -> str:
     tables += [("[[runs]]", {k: v for k, v in runs.items() if k != "script"}) for runs in content["runs"]]
     lines = [f"# Found by {origin}, score {trial['score']:.3f} after {trial['steps']:,} steps."]
     for head, table in tables:
-        # JSON's strings, truth values, lists and finite numbers are TOML's.
-        lines += ["", head, *(f"{name} = {json.dumps(value)}" for name, value in table.items())]
+        # JSON's strings, truth values, lists and finite numbers are TOML's; pandas has numbers of its own.
+        lines += [
+            "",
+            head,
+            *(f"{name} = {json.dumps(value, default=np.generic.item)}" for name, value in table.items()),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -132,7 +137,7 @@ def search_figure(tables: dict[str, pd.DataFrame], footer: str) -> bytes:
             label=label,
         )
         ax.plot(whole["spent"], whole["score"], "o", ms=3, alpha=0.5, color=COLOURS[i % 7])
-    ax.set(xlabel="hours of training of all trials", ylabel="score")
+    ax.set(xlabel="hours of training of all trials", ylabel="score", xlim=(0, None))
     return render(figure, "What the search found", footer)
 
 
@@ -171,6 +176,9 @@ def settings_figure(study: Study, trials: pd.DataFrame, footer: str) -> bytes:
             ax.set_xticks(range(len(choices)), map(shown, choices))
         elif searched.log:
             ax.set_xscale("log")
+            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            ax.xaxis.set_minor_formatter(NullFormatter())
         ax.set_xlabel(name)
     for ax in axes[::columns]:
         ax.set_ylabel("score")

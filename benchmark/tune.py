@@ -122,7 +122,8 @@ class Search:
         definition = study.definition()
         if self.kept.user_attrs.get("definition", definition) != definition:
             error(f"{folder} is of another study; give this one another name, or remove the folder")
-        self.kept.set_user_attr("definition", definition)
+        if not self.kept.trials:
+            self.kept.set_user_attr("definition", definition)
         for trial in self.trials():
             if trial.user_attrs["goal"] not in scores(trial):
                 self.go_on(trial)
