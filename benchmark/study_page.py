@@ -60,7 +60,9 @@ def write_study(study: Study, results: Path) -> None:
     grid.write_text(best_grid(study, best.iloc[0], f"{command}: trial {best.index[0]}", out))
     comment = takewhile(lambda line: line.startswith("#"), study.path.read_text().splitlines())
     introduction = [line.removeprefix("#").strip() for line in comment]
-    parts = [[cost, f"The best of them as a grid: [{grid.name}]({grid.name})."], rows, reasons]
+    analysis = study.path.with_suffix(".md")
+    parts = [analysis.read_text().splitlines() if analysis.exists() else []]
+    parts += [[cost, f"The best of them as a grid: [{grid.name}]({grid.name})."], rows, reasons]
     write_page(out, study.name, TEXT, command, [], [Section("Trials", introduction, figures, parts)])
     print(f"{cost} The best is trial {best.index[0]}: {grid}, {out / 'README.md'}")
 

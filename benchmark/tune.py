@@ -16,7 +16,7 @@ with two tables more:
     update-epochs = { low = 2, high = 20, step = 2 }
     num-steps = [1024, 2048, 4096]
     [study]                               # here with its defaults, but for the rungs, of which there are none
-    trials = 40                           # settings to try
+    trials = 40                           # settings to try; with more, a study that had ended goes on
     rungs = [200_000, 500_000]            # steps after which only the best go on, at checkpoints
     reduction-factor = 3                  # one in so many goes on
     sampler = "tpe"                       # or "random"
@@ -38,7 +38,8 @@ interrupted.
 
 Optuna's journal and the runs are in runs/tune/<study>/. In benchmark/results/tune/<study>/ is what is kept:
 trials.csv, a row for each trial and rung; README.md, figures/ and report.html; <study>_best.toml, the best
-setting as a grid for run.py. Where only trials.csv is left, the same command draws the page anew.
+setting as a grid for run.py. Where only trials.csv is left, the same command draws the page anew. On the page
+is what studies/<study>.md says of it.
 """
 
 import logging

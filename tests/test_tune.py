@@ -15,11 +15,14 @@ import pandas as pd
 import pytest
 import torch
 from conftest import REPOSITORY, assert_same, contents, run_python
+from grid import Run
 from optuna.distributions import FloatDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
+from results_store import checkpoint_step
 from study import Plan, Study, read_study
 from study_page import write_study
 from trials import promotion, propose
+from tune import measure
 
 TUNE = REPOSITORY / "benchmark" / "tune.py"
 STUDY = """\
@@ -112,7 +115,35 @@ def test_trial_that_goes_on_is_the_run_that_it_would_have_been(whole, tmp_path):
     # What stays at the rung took no step beyond the checkpoint that it was ended at.
     for number in {*table["trial"]} - {*gone_on}:
         [path] = (whole / f"runs/tune/study/{number:03}").glob("*/checkpoint.pt")
-        assert 1024 <= torch.load(path, weights_only=True)["global_step"] < 4096
+        step = torch.load(path, weights_only=True)["global_step"]
+        assert 1024 <= step < 4096
+        assert checkpoint_step(path.parent) == step
+
+
+@pytest.mark.parametrize("step", [0, 255, 256, 70_000, 2**31, 2**40])
+def test_step_of_a_checkpoint_without_pytorch(tmp_path, step):
+    assert checkpoint_step(tmp_path) == -1
+    others = {"script": "x", "args": {"seed": 3}, "agent": torch.nn.Linear(2, 3).state_dict(), "recent": [4]}
+    torch.save({**others, "global_step": step, "episodes": 5}, tmp_path / "checkpoint.pt")
+    assert checkpoint_step(tmp_path) == step
+
+
+def test_return_at_a_rung_is_that_of_the_first_evaluation_there(tmp_path):
+    """Of the last, if the run ended before; with the hours until then, at 1,000 steps a second."""
+    (tmp_path / "config.json").write_text('{"env_id": "x", "script": "y"}')
+    rows = [f"{step},{i},{step + i},7\n" for step in (1000, 2048, 3000) for i in (0, 2)]
+    (tmp_path / "evaluations.csv").write_text("".join(["global_step,episode,return,length\n", *rows]))
+    (tmp_path / "progress.csv").write_text("global_step,charts/SPS\n1000,1000\n3000,1000\n")
+    run = Run("name", tmp_path, {}, {}, tmp_path, tmp_path)
+    for rung, step in (
+        (1000, 1000),
+        (1001, 2048),
+        (2048, 2048),
+        (2500, 3000),
+        (4000, 3000),
+        (math.inf, 3000),
+    ):
+        assert measure(run, rung) == pytest.approx((step + 1, step / 1000 / 3600))
 
 
 def test_scores_are_those_of_the_evaluation_at_the_rung(whole):
@@ -122,6 +153,10 @@ def test_scores_are_those_of_the_evaluation_at_the_rung(whole):
         [path] = (whole / f"runs/tune/study/{number:03}").glob("*/evaluations.csv")
         evaluations = pd.read_csv(path)
         assert score == pytest.approx(evaluations.loc[evaluations["global_step"] == steps, "return"].mean())
+    hours = pd.read_csv(whole / "results/study/trials.csv")
+    own = hours["hours"] - hours.groupby("trial")["hours"].shift(fill_value=0)
+    assert (own > 0).all()
+    assert own.cumsum().to_numpy() == pytest.approx(hours["spent"].to_numpy())
     first = table[table["steps"] == 1024].set_index("trial")["score"]
     best_half = first.sort_values(ascending=False).index[:1]
     assert {*best_half} <= {*table.loc[table["steps"] == 4096, "trial"]}
@@ -361,6 +396,7 @@ def test_score_and_page_of_several_environments(tmp_path):
     for name in ("study", "other"):
         Path("results", name).mkdir(parents=True)
         pd.DataFrame(rows).to_csv(f"results/{name}/trials.csv", index=False)
+    Path("study.md").write_text("Expected: little.\n")
     write_study(study, Path("results"))
     page = Path("results/study/README.md").read_text()
     table = [line for line in page.splitlines() if line.startswith("| ")]
@@ -373,6 +409,7 @@ def test_score_and_page_of_several_environments(tmp_path):
     assert "| 0 | no reason |" in page
     assert "13 trials in 15.0 hours: 10 to 1,024 steps, 2 to 4,096 steps, 1 failed." in page
     assert "\nWhat is tried here?\n" in page
+    assert "\nExpected: little.\n" in page
     for name in re.findall(r"figures/([\w-]+.png)\)", page):
         assert Path("results/study/figures", name).stat().st_size > 10_000
     assert "learning-rate = 0.0007692" in Path("results/study/study_best.toml").read_text()
