@@ -213,7 +213,7 @@ class Search:
         before = [report["hours"] for rung, report in reports(trial).items() if rung < goal]
         known = [r["spent"] for t in trials for rung, r in reports(t).items() if t != trial or rung < goal]
         report = {"hours": hours, "spent": max(known, default=0) + hours - max(before, default=0)}
-        returns = {} if failed else {name: mean for name, (mean, _) in measured.items()}
+        returns = {name: mean for name, (mean, _) in measured.items()}
         self.note(trial, **{str(goal): report | {"returns": returns}})
         if failed:
             self.kept.tell(number, state=TrialState.FAIL)

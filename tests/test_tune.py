@@ -294,7 +294,7 @@ def test_proposals_follow_from_the_trials_and_near_the_good_ones(tmp_path):
     drawn = [propose(study, trials[:n])["x"] for n in range(25, 40)]
     assert len({*drawn}) > 10
     assert sum(abs(x - 0.7) < 0.2 for x in drawn) > 10  # by chance 6 of 15
-    failing = [make_trial(i / 40, 1, {} if i > 20 else {1: 1}, failed=i > 20) for i in range(40)]
+    failing = [make_trial(i / 40, 3 if i > 20 else 1, {1: i}, failed=i > 20) for i in range(40)]
     drawn = [propose(study, [*failing, *failing[:n]])["x"] for n in range(15)]
     assert sum(x < 0.55 for x in drawn) > 12  # of those that fail it learns, too
     study.plan.sampler = "random"
