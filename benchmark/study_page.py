@@ -23,6 +23,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import create_trial
 from page import Section, write_page
+from records import count
+from rows import duration
 from scripts import SCRIPTS
 from study import Study
 
@@ -53,7 +55,7 @@ def write_study(study: Study, results: Path) -> None:
         "settings.png": settings_figure(study, best, footer),
     }
     came = ", ".join(f"{n} to {steps:,} steps" for steps, n in best["steps"].value_counts().items())
-    cost = f"{len(last)} trials in {table['spent'].max():,.1f} hours: {came}, {len(failed)} failed."
+    cost = f"{count(last, 'trial')} in {duration([table['spent'].max()])}: {came}, {len(failed)} failed."
     rows = [best_row(study, number, trial) for number, trial in best.head(10).iterrows()]
     reasons = [{"trial": f"{number}", "failed": reason} for number, reason in failed["failed"].items()]
     grid = out / f"{study.name}_best.toml"
@@ -114,11 +116,8 @@ def best_grid(study: Study, trial: pd.Series, origin: str, out: Path) -> str:
     lines = [f"# Found by {origin}, score {trial['score']:.3f} after {trial['steps']:,} steps."]
     for head, table in tables:
         # JSON's strings, truth values, lists and finite numbers are TOML's; pandas has numbers of its own.
-        lines += [
-            "",
-            head,
-            *(f"{name} = {json.dumps(value, default=np.generic.item)}" for name, value in table.items()),
-        ]
+        settings = {name: json.dumps(value, default=np.generic.item) for name, value in table.items()}
+        lines += ["", head, *(f"{name} = {text}" for name, text in settings.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -129,15 +128,9 @@ def search_figure(tables: dict[str, pd.DataFrame], footer: str) -> bytes:
     for i, (name, table) in enumerate(tables.items()):
         steps = table["steps"].max()
         whole = table[(table["steps"] == steps) & np.isfinite(table["score"])].sort_values("spent")
-        hours, best = [*whole["spent"], table["spent"].max()], [*whole["score"].cummax()]
-        label = f"{name}: best of the runs of {steps:,} steps, and each of them"
-        ax.step(
-            hours,
-            [*best, *best[-1:]][: len(hours)] or [np.nan],
-            where="post",
-            color=COLOURS[i % 7],
-            label=label,
-        )
+        best = pd.Series([*whole["score"], -np.inf], [*whole["spent"], table["spent"].max()]).cummax()
+        style = {"color": COLOURS[i % 7], "label": f"{name}: best trial of {steps:,} steps, and each of them"}
+        ax.step(best.index, best.where(np.isfinite(best)), where="post", **style)
         ax.plot(whole["spent"], whole["score"], "o", ms=3, alpha=0.5, color=COLOURS[i % 7])
     ax.set(xlabel="hours of training of all trials", ylabel="score", xlim=(0, None))
     return render(figure, "What the search found", footer)

@@ -250,7 +250,7 @@ def test_setting_whose_run_fails_is_the_worst_and_does_not_end_the_study():
     assert f"failed: {reason}" in done.stderr
     page = Path("results/study/README.md").read_text()
     assert page.count(reason) == failed.sum()
-    assert f"3 trials in 0.0 hours: {3 - failed.sum()} to 4,096 steps, {failed.sum()} failed." in page
+    assert f": {3 - failed.sum()} to 4,096 steps, {failed.sum()} failed." in page
     assert "num-minibatches = 8\n" in Path("results/study/study_best.toml").read_text()
 
 
@@ -407,7 +407,7 @@ def test_score_and_page_of_several_environments(tmp_path):
     ]
     assert re.fullmatch(r"\| 12 \| 4,096 \| 0.600 \(0.100 to 3.000\) \| 0.000769231 \| 4 \| 1 \|", table[1])
     assert "| 0 | no reason |" in page
-    assert "13 trials in 15.0 hours: 10 to 1,024 steps, 2 to 4,096 steps, 1 failed." in page
+    assert "13 trials in 15.0 h: 10 to 1,024 steps, 2 to 4,096 steps, 1 failed." in page
     assert "\nWhat is tried here?\n" in page
     assert "\nExpected: little.\n" in page
     for name in re.findall(r"figures/([\w-]+.png)\)", page):
