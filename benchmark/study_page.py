@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import tomllib
 import warnings
 from collections import defaultdict
 from functools import partial
@@ -17,6 +16,7 @@ import pandas as pd
 from cli import error
 from estimates import bootstrap, profile
 from figures import COLOURS, render
+from grid import FOR_THE_REPORT, read_toml
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -70,7 +70,7 @@ def write_study(study: Study, results: Path) -> None:
 
 
 def read_trials(path: Path, study: Study) -> pd.DataFrame:
-    """trials.csv, the settings as Optuna drew them; it says nothing of the rows of another study."""
+    """trials.csv, the settings as Optuna drew them; refuses those of another study."""
     try:
         table = pd.read_csv(path, dtype=dict.fromkeys(study.space, str) | {"failed": str})
         for name, searched in study.space.items():
@@ -106,13 +106,13 @@ def shown(value: Any) -> str:
 
 def best_grid(study: Study, trial: pd.Series, origin: str, out: Path) -> str:
     """The study's grid with a setting that was found, as TOML."""
-    content = tomllib.loads(study.path.read_text())
+    defaults, entries = read_toml(study.path, "study", "search", *FOR_THE_REPORT)
     script = study.runs[0].script
     own = script if script.stem not in SCRIPTS or SCRIPTS[script.stem] != script else None
     found = {"script": os.path.relpath(own, out) if own else script.stem}
     found |= {name: trial[name] for name in study.space}
-    tables = [("[defaults]", content.get("defaults", {}) | found)]
-    tables += [("[[runs]]", {k: v for k, v in runs.items() if k != "script"}) for runs in content["runs"]]
+    tables = [("[defaults]", defaults | found)]
+    tables += [("[[runs]]", {k: v for k, v in runs.items() if k != "script"}) for runs in entries]
     lines = [f"# Found by {origin}, score {trial['score']:.3f} after {trial['steps']:,} steps."]
     for head, table in tables:
         # JSON's strings, truth values, lists and finite numbers are TOML's; pandas has numbers of its own.
