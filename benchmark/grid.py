@@ -105,9 +105,9 @@ def product(table: dict[str, Any], where: Path) -> list[dict[str, Any]]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def read_grid(path: Path) -> list[dict[str, Any]]:
-    """The settings of each run, script among them; names are those of flags."""
-    defaults, entries = read_toml(path, *FOR_THE_REPORT)
+def read_grid(path: Path, *others: str) -> list[dict[str, Any]]:
+    """The settings of each run, script among them; names are those of flags. others: keys of no concern."""
+    defaults, entries = read_toml(path, *FOR_THE_REPORT, *others)
     runs = [run for entry in entries for run in product(defaults | entry, path)]
     for run in runs:
         run["script"] = find_script(run.get("script"), path)
@@ -156,10 +156,21 @@ def all_settings(runs: list[dict[str, Any]], where: Path) -> list[tuple[Path, di
 
 def make_runs(path: Path, results: Path) -> list[Run]:
     """The runs of a grid, checked, with their results in a folder of its name; nothing is created."""
-    groups, results, runs = defaultdict(list), results / path.stem, {}
-    for script, given, settings in all_settings(read_grid(path), path):
+    settled = all_settings(read_grid(path), path)
+    runs = name_runs(settled, path, Path("runs", path.stem), results / path.stem)
+    exported = results_store.read_configs(results / path.stem)
+    for run in runs:
+        run.exported = run.name in exported
+        check_settings(run, f"{run.results}: {run.name}", exported.get(run.name, {}))
+        check_settings(run, str(run.run_dir), results_store.read_config(run.run_dir))
+    return runs
+
+
+def name_runs(settled: list[tuple[Path, dict, dict]], path: Path, folder: Path, results: Path) -> list[Run]:
+    """Runs in a folder, from what `all_settings` gives; their names say what is not the same in all."""
+    groups, runs = defaultdict(list), {}
+    for script, given, settings in settled:
         groups[script, settings["env_id"]].append((given, settings))
-    exported = results_store.read_configs(results)
     for (script, env_id), group in groups.items():
         common = set.intersection(*({*flags(given)} for given, _ in group))
         for given, settings in group:
@@ -171,10 +182,7 @@ def make_runs(path: Path, results: Path) -> list[Run]:
             name = "__".join(re.sub(r"[^\w.+-]", "-", x) for x in (*parts, f"seed{settings['seed']}"))
             if name in runs:
                 error(f"{path} holds the run {name} twice")
-            run_dir = Path("runs", path.stem, name)
-            runs[name] = Run(name, script, given, settings, run_dir, results, name in exported)
-            check_settings(runs[name], f"{results}: {name}", exported.get(name, {}))
-            check_settings(runs[name], str(run_dir), results_store.read_config(run_dir))
+            runs[name] = Run(name, script, given, settings, folder / name, results)
     return list(runs.values())
 
 

@@ -23,7 +23,6 @@ evaluations.csv.gz, a row for each episode; progress.csv.gz, the TensorBoard sca
 rows. A run has one thread, or as many as its torch-threads says.
 """
 
-import os
 import resource
 import shlex
 import signal
@@ -35,35 +34,24 @@ from typing import Annotated, Any
 
 import results_store
 import tyro
-from cli import error, parse
+from cli import parse
 from grid import THREAD_VARIABLES, Run, make_runs
-from runner import lock, run_all, start_here
+from runner import Workers, lock, run_all, start_here
 from scripts import BENCHMARK
 
 
-@dataclass
-class Args:
+@dataclass(kw_only=True)
+class Args(Workers):
     grid: Annotated[Path, tyro.conf.Positional]
     """TOML file that says what to run"""
-    workers: int | None = None
-    """runs at a time (default: as many as the cores have room for with their threads, or the Ray cluster)"""
-    retries: int = 2
-    """times that a run which died or lost its node goes on from its checkpoint, before it has failed"""
     results: Path = BENCHMARK / "results"
     """folder for the results of finished runs, in a folder of the grid's name"""
     dry_run: bool = False
     """print the commands of what is not finished, and run nothing"""
-    ray_address: str | None = None
-    """Ray cluster to run on ("auto": the one that this machine is a node of); needs the extra `cluster`"""
-    cpus_per_run: float = 1
-    """CPUs that a run takes up on the cluster: as many as it has threads"""
-    gpus_per_run: float = 0
-    """GPUs that a run takes up on the cluster"""
 
 
 def main(args: Args) -> None:
-    if args.workers is not None and args.workers < 1:
-        error(f"--workers must be above 0, not {args.workers}")
+    args.check()
     runs = make_runs(args.grid, args.results)
     if args.dry_run:
         for run in runs:
@@ -71,14 +59,7 @@ def main(args: Args) -> None:
                 threads = [f"{name}={run.threads}" for name in THREAD_VARIABLES]
                 print(*threads, shlex.join([sys.executable, *run.command()]))
         return
-    # Threads beyond the cores wait for each other: on two cores, two runs of A2C with two threads each went
-    # at 60 steps/s each, one alone at 1,300.
-    room = max(1, os.cpu_count() // max((run.threads for run in runs if not run.exported), default=1))
-    start_there, capacity = None, lambda: room
-    if args.ray_address:
-        from cluster import connect
-
-        start_there, capacity = connect(args.ray_address, args.cpus_per_run, args.gpus_per_run)
+    start_there, capacity = args.connect(runs)
     descriptor = lock(Path("runs", args.grid.stem))
 
     def start(run: Run) -> Any:
@@ -86,7 +67,7 @@ def main(args: Args) -> None:
         return start_there(run) if there else start_here(run, descriptor)
 
     started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    failed, interrupts = run_all(runs, start, lambda: args.workers or capacity(), args.retries)
+    failed, interrupts = run_all(runs, start, capacity, args.retries)
     seconds, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     cores = (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / seconds
     megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
