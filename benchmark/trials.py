@@ -5,6 +5,7 @@ a run; and by rung, of the runs until then, `returns` by their names, `hours`, a
 whole study.
 """
 
+import contextlib
 import csv
 import math
 from itertools import pairwise
@@ -43,7 +44,11 @@ def promotion(trials: list[FrozenTrial], rungs: list[int], reduction_factor: int
 
 
 def propose(study: Study, trials: list[FrozenTrial]) -> dict[str, Any]:
-    """The setting of the next trial, floats with four digits."""
+    """The setting of the next trial, floats with four digits; the first is the script's own, if in the space."""
+    if not trials:
+        own = {name: study.runs[0].settings[name.replace("-", "_")] for name in study.space}
+        with contextlib.suppress(ValueError):
+            return create_trial(params=own, distributions=study.space, value=0.0).params
     seed = np.random.SeedSequence((study.plan.seed, len(trials))).generate_state(1)[0]
     seen = optuna.create_study(direction="maximize", sampler=SAMPLERS[study.plan.sampler](seed=int(seed)))
     for trial in trials:

@@ -34,7 +34,7 @@ and a study that is ended early has some. Each run is started for all of its ste
 checkpoint of a rung, where an uninterrupted run has its barrier too: a trial that goes on is the run that it
 would have been, bit for bit. The sampler is made anew for each trial, from the seed, the trial's number and
 the scores so far; so with --workers 1 the trials follow from the study alone, however often it is
-interrupted.
+interrupted. The first setting tried is the script's own, where the ranges hold it.
 
 Optuna's journal and the runs are in runs/tune/<study>/. In benchmark/results/tune/<study>/ is what is kept:
 trials.csv, a row for each trial and rung; README.md, figures/ and report.html; <study>_best.toml, the best

@@ -301,6 +301,15 @@ def test_proposals_follow_from_the_trials_and_near_the_good_ones(tmp_path):
     assert propose(study, trials) == propose(study, trials[::-1])
 
 
+def test_first_proposal_is_what_the_script_has_if_the_ranges_hold_it(tmp_path):
+    def first(own: float) -> float:
+        run = Run("run", tmp_path, {}, {"x": own}, tmp_path, tmp_path)
+        return propose(Study(tmp_path / "s.toml", Plan(), SPACE, [run]), [])["x"]
+
+    assert first(0.3) == 0.3
+    assert 0 <= first(9.0) <= 1
+
+
 SHORT = STUDY[: STUDY.index("[[runs]]")]
 
 
