@@ -44,7 +44,7 @@ def promotion(trials: list[FrozenTrial], rungs: list[int], reduction_factor: int
 
 
 def propose(study: Study, trials: list[FrozenTrial]) -> dict[str, Any]:
-    """The setting of the next trial, floats with four digits; the first is the script's own, if in the space."""
+    """The setting of the next trial, floats with four digits; the first is the script's own, if it may be."""
     if not trials:
         own = {name: study.runs[0].settings[name.replace("-", "_")] for name in study.space}
         with contextlib.suppress(ValueError):
