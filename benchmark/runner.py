@@ -109,7 +109,7 @@ def start_here(run: Run, descriptor: int) -> Process:
     return Process(command, run.threads, results_store.log_of(run.run_dir), pass_fds=(descriptor,))
 
 
-def ended_well(run: Run) -> list[Run]:
+def to_export(run: Run) -> list[Run]:
     """What is to be started after a run that is over: itself, to be exported, unless it was or has failed."""
     if run.process.returncode:
         return []
@@ -128,7 +128,7 @@ def run_all(
     start: Callable[[Run], Any],
     capacity: Callable[[], int],
     retries: int = 2,
-    ended: Callable[[Run], list[Run]] = ended_well,
+    ended: Callable[[Run], list[Run]] = to_export,
     expected: int = 0,
 ) -> tuple[list[Run], list[int]]:
     """Run what is not finished, `capacity` at a time; returns what failed, and the signals that ended it.

@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 
+import ale_py
+import gymnasium as gym
 import pytest
 import speed
 from conftest import REPOSITORY, flags, run_python, script_path
@@ -45,6 +47,25 @@ def test_parts_of_a_run_make_up_its_time(tmp_path, name):
         assert {*floors} == {"- mj_step alone", *gradients}
     if name.endswith("_atari"):
         assert {*floors} == {f"- products alone, {part}" for part in ("forward passes", "backward pass")}
+
+
+@pytest.mark.parametrize("name", [name for name, contest in CONTESTS.items() if contest.peer])
+def test_peer_has_the_settings_of_the_contest(name):
+    gym.register_envs(ale_py)
+    contest = CONTESTS[name]
+    settings, model = contest.settings, contest.peer.make(contest.settings, contest.env_ids[0], "cpu")
+    if name == "pqn_atari":  # Q-learning of another kind
+        assert (model.n_envs, model.batch_size, model.train_freq.frequency) == (1, 32, 4)
+        return
+    assert model.n_envs == settings["num_envs"]
+    names = {"num_steps": "n_steps", "update_epochs": "n_epochs"}
+    for name in ("num_steps", "update_epochs", "batch_size", "learning_starts"):
+        if name in settings:
+            assert getattr(model, names.get(name, name)) == settings[name]
+    if "num_minibatches" in settings:
+        assert model.n_steps * model.n_envs == model.batch_size * settings["num_minibatches"]
+    sizes = {layer.out_features for layer in model.policy.modules() if hasattr(layer, "out_features")}
+    assert {size for name, size in settings.items() if name.endswith("hidden_size")} <= sizes
 
 
 def test_tables(tmp_path, capsys):
