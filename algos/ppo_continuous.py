@@ -52,31 +52,31 @@ class Args:
     """steps of each environment in one rollout"""
     num_minibatches: int = 32
     """minibatches of one epoch"""
-    update_epochs: int = 10
+    update_epochs: int = 12
     """passes over each rollout"""
-    learning_rate: float = 3e-4
+    learning_rate: float = 2.5e-4
     """step size of Adam"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 at --total-timesteps"""
     gamma: float = 0.99
     """discount factor"""
-    gae_lambda: float = 0.95
+    gae_lambda: float = 0.88
     """lambda of GAE: 0 gives one-step advantages, 1 multi-step ones"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
-    clip_coef: float = 0.2
+    clip_coef: float = 0.24
     """epsilon of the clipped surrogate objective"""
     clip_vloss: bool = False
     """clip the value function's change by epsilon too"""
-    ent_coef: float = 0.0
+    ent_coef: float = 0.003
     """coefficient of the entropy bonus"""
     vf_coef: float = 0.5
     """coefficient of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: float = 5.0
     """largest norm of the gradient over all parameters"""
     target_kl: float | None = None
     """end an update after the epoch in which the KL divergence from the old policy exceeds this (nats)"""
-    hidden_size: int = 256
+    hidden_size: int = 64
     """units in each of the two tanh layers of the policy and of the value network"""
     log_std_init: float = -1.0
     """initial logarithm of the policy's standard deviation"""

@@ -12,7 +12,8 @@ of algos/a2c_atari.py. What learns is Stable-Baselines3, with
                         on Atari (epsilon inside RMSprop's root), SAC on MuJoCo, DQN on CartPole and Atari;
     --same-settings     what the scripts have by default, for PPO, SAC and A2C: their networks (PPO's of
                         --hidden-size) and falling step sizes, the random steps that SAC begins with, and for
-                        PPO VecNormalize, which does nearly what ppo_continuous.py does.
+                        PPO VecNormalize, which does nearly what ppo_continuous.py does;
+    --classic-settings  the same with PPO's settings of benchmark/grids/ppo_classic.toml.
 
 Atari: 16 games for PPO and A2C; as in the scripts a lost life ends an episode for the learner alone, which
 sees the signs of the rewards. DQN is evaluated greedily, whatever --greedy says. A run is not saved, and
@@ -36,6 +37,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from cli import error, parse
+from contests import on_policy
 from results_store import add_to_config
 from scripts import ALGOS, load_script
 from stable_baselines3 import A2C, DQN, PPO, SAC
@@ -78,8 +80,10 @@ class Args:
     """the RL Zoo's tuned settings instead of Stable-Baselines3's defaults"""
     same_settings: bool = False
     """the script's settings instead of Stable-Baselines3's defaults"""
-    hidden_size: int = 256
-    """units in each of the two layers of PPO's networks under --same-settings"""
+    classic_settings: bool = False
+    """PPO's settings of benchmark/grids/ppo_classic.toml instead of Stable-Baselines3's defaults"""
+    hidden_size: int = 64
+    """units in each of the two layers of PPO's networks, unless they are --zoo's or the defaults"""
     # What a script has beside these.
     device: ClassVar[str] = "cpu"
     checkpoint_interval: ClassVar[float] = math.inf
@@ -89,20 +93,26 @@ class Args:
     resume: ClassVar[None] = None
 
 
-def settings(args: Args, atari: bool) -> dict:
-    """Arguments of the algorithm but its defaults; none where --zoo or --same-settings knows of none."""
+def settings(args: Args, script: ModuleType, atari: bool) -> dict:
+    """Arguments of the algorithm but its defaults; none where a flag knows of none."""
     large = {"net_arch": {"pi": [256, 256], "vf": [256, 256]}}
     game = args.env_id.split("-")[0]
-    match (args.algorithm, "zoo" if args.zoo else "same" if args.same_settings else ""):
+    flags = {"zoo": args.zoo, "same": args.same_settings, "classic": args.classic_settings}
+    match (args.algorithm, " ".join(name for name, given in flags.items() if given)):
         case ("ppo", "zoo") if game == "HalfCheetah":
             ppo = {"n_steps": 512, "batch_size": 64, "n_epochs": 20, "gamma": 0.98, "gae_lambda": 0.92}
             ppo |= {"learning_rate": 2.0633e-5, "ent_coef": 0.000402, "vf_coef": 0.58, "clip_range": 0.1}
             relu = large | {"activation_fn": torch.nn.ReLU, "ortho_init": False, "log_std_init": -2}
             return ppo | {"max_grad_norm": 0.8, "policy_kwargs": relu}
-        case ("ppo", "same") if not atari:
-            layers = [args.hidden_size] * 2
-            same = {"net_arch": {"pi": layers, "vf": layers}, "log_std_init": -1}
-            return {"learning_rate": lambda left: 3e-4 * left, "policy_kwargs": same}
+        case ("ppo", "same" | "classic") if not atari:
+            ours, layers = vars(script.Args()), [args.hidden_size] * 2
+            networks = {"net_arch": {"pi": layers, "vf": layers}, "log_std_init": ours["log_std_init"]}
+            if args.classic_settings:  # but for the step size those of Stable-Baselines3
+                return {"learning_rate": lambda left: 3e-4 * left, "policy_kwargs": networks}
+            ppo = {name: ours[name] for name in ("gamma", "gae_lambda", "ent_coef", "max_grad_norm")}
+            ppo |= {"learning_rate": lambda left: ours["learning_rate"] * left, "policy_kwargs": networks}
+            # Its value loss is the squared error, ours half of it.
+            return ppo | on_policy(ours) | {"clip_range": ours["clip_coef"], "vf_coef": ours["vf_coef"] / 2}
         case ("a2c", "zoo") if atari:
             inside = {"optimizer_class": RMSpropTFLike, "optimizer_kwargs": {"alpha": 0.99, "eps": 1e-5}}
             return {"ent_coef": 0.01, "vf_coef": 0.25, "policy_kwargs": inside}
@@ -251,14 +261,15 @@ def train(args: Args) -> BaseAlgorithm:
     script = load_script(ALGOS / ("a2c_atari.py" if atari else "ppo_continuous.py"))
     script.SCRIPT = f"sb3_{args.algorithm}"
     script.check(args)
-    arguments = settings(args, atari)
-    if (args.zoo or args.same_settings) and (not arguments or args.zoo == args.same_settings):
+    arguments = settings(args, script, atari)
+    given = args.zoo or args.same_settings or args.classic_settings
+    if given and not arguments:
         error(f"there are no such settings of {args.algorithm} for {args.env_id}; see benchmark/peers.py")
     torch.set_num_threads(args.torch_threads)
     num_envs = 16 if atari and args.algorithm in ("ppo", "a2c") else 1
     envs = script.make_envs(args, num_envs, **({"life_loss": True} if atari else {}))
     envs = Environments(envs, atari)
-    normalize = args.algorithm == "ppo" and (args.zoo or args.same_settings)
+    normalize = args.algorithm == "ppo" and given
     env = VecNormalize(envs, gamma=arguments.get("gamma", 0.99)) if normalize else envs
     policy = "CnnPolicy" if atari else "MlpPolicy"
     try:

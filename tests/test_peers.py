@@ -49,6 +49,35 @@ def test_evaluation_is_that_of_stable_baselines3(algorithm, env_id, flags, peers
     assert bool(statistics) == (algorithm == "ppo")
 
 
+def test_same_settings(peers, tmp_path, ppo):
+    """PPO's are the script's; classic ones are its own, but for networks and step sizes."""
+    settings = {"total_timesteps": 2048, "eval_interval": 0, "hidden_size": 8}
+    models = {}
+    for name in ("same", "classic"):
+        flags = settings | {f"{name}_settings": True, "run_dir": tmp_path / name}
+        models[name] = peers.train(peers.Args("ppo", "Pendulum-v1", **flags))
+    ours = ppo.Args()
+    agree = {
+        "n_steps": ours.num_steps,
+        "batch_size": ours.num_steps // ours.num_minibatches,
+        "n_epochs": ours.update_epochs,
+        "vf_coef": ours.vf_coef / 2,
+        "gae_lambda": ours.gae_lambda,
+        "gamma": ours.gamma,
+        "ent_coef": ours.ent_coef,
+        "max_grad_norm": ours.max_grad_norm,
+    }
+    assert {name: getattr(models["same"], name) for name in agree} == agree
+    assert models["same"].clip_range(1) == models["same"].clip_range(0.5) == ours.clip_coef
+    plain = peers.PPO("MlpPolicy", "Pendulum-v1")
+    for name in agree:
+        assert getattr(models["classic"], name) == getattr(plain, name)
+    for name, step_size in (("same", ours.learning_rate), ("classic", 3e-4)):
+        assert models[name].lr_schedule(0.5) == pytest.approx(step_size / 2)
+        assert models[name].policy.mlp_extractor.policy_net[0].out_features == 8
+        assert models[name].get_vec_normalize_env()
+
+
 def test_run_folder(peers, tmp_path):
     """Same seed, same evaluations, sampled ones too, with others before them or not; a report reads it."""
     args = SHORT | {"algorithm": "a2c", "eval_episodes": 3}
