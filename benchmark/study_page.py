@@ -39,7 +39,7 @@ core in training, without evaluations. Importances are those of PED-ANOVA (Watan
 
 def write_study(study: Study, results: Path) -> None:
     """Write the page of a study's trials.csv, and its best setting as a grid."""
-    out = results / study.name
+    out = Path(os.path.relpath(results / study.name))  # for figures, whose machine is nobody else's business
     table = read_trials(out / "trials.csv", study)
     last = table.groupby("trial").last().sort_values(["steps", "score"], ascending=False)
     best, failed = last[last["failed"] == ""], last[last["failed"] != ""]
