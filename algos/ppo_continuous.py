@@ -64,6 +64,8 @@ class Args:
     """lambda of GAE: 0 gives one-step advantages, 1 multi-step ones"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
+    norm_adv_eps: float = 0.1
+    """added to the deviation that they are divided by: where all are near 0, their noise stays small"""
     clip_coef: float = 0.24
     """epsilon of the clipped surrogate objective"""
     clip_vloss: bool = False
@@ -76,7 +78,7 @@ class Args:
     """largest norm of the gradient over all parameters"""
     target_kl: float | None = None
     """end an update after the epoch in which the KL divergence from the old policy exceeds this (nats)"""
-    hidden_size: int = 64
+    hidden_size: int = 256
     """units in each of the two tanh layers of the policy and of the value network"""
     log_std_init: float = -1.0
     """initial logarithm of the policy's standard deviation"""
@@ -410,7 +412,7 @@ def train(args: Args) -> None:
             epoch = Rollout(*(x[order].unflatten(0, (args.num_minibatches, -1)) for x in rollout))
             if args.norm_adv:
                 scale, center = torch.std_mean(epoch.advantages, dim=1, keepdim=True)
-                epoch = epoch._replace(advantages=(epoch.advantages - center) / (scale + 1e-8))
+                epoch = epoch._replace(advantages=(epoch.advantages - center) / (scale + args.norm_adv_eps))
             steps = []
             for minibatch in zip(*(x.unbind() for x in epoch), strict=True):
                 flat.grad, log_ratio, scalars = gradient(agent, parameters, Rollout(*minibatch), args)
