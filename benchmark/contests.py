@@ -87,10 +87,15 @@ ADAM = {"Adam": ("torch.optim.Adam.step",)}
 CONTESTS = {
     "ppo_continuous": Contest(
         settings={"num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "update_epochs": 10}
-        | {"hidden_size": 64, "total_timesteps": 9 * 2048},
+        | {"hidden_size": 256, "total_timesteps": 9 * 2048},
         parts=MUJOCO | {"policy": ("numpy_actor()",), "gradient": ("ppo_gradient",)} | ADAM,
         variants=("", "--compile"),
-        peer=Peer("stable_baselines3.PPO", on_policy),
+        peer=Peer(
+            "stable_baselines3.PPO",
+            lambda settings: (
+                on_policy(settings) | {"policy_kwargs": {"net_arch": [settings["hidden_size"]] * 2}}
+            ),
+        ),
     ),
     "sac_continuous": Contest(
         settings={"num_envs": 1, "batch_size": 256, "hidden_size": 256}

@@ -12,7 +12,8 @@ of algos/a2c_atari.py. What learns is Stable-Baselines3, with
                         on Atari (epsilon inside RMSprop's root), SAC on MuJoCo, DQN on CartPole and Atari;
     --same-settings     what the scripts have by default, for PPO, SAC and A2C: their networks (PPO's of
                         --hidden-size) and falling step sizes, the random steps that SAC begins with, and for
-                        PPO VecNormalize, which does nearly what ppo_continuous.py does;
+                        PPO VecNormalize, which does nearly what ppo_continuous.py does; to the advantages'
+                        deviation it always adds 1e-8, not --norm-adv-eps;
     --classic-settings  the same with PPO's settings of benchmark/grids/ppo_classic.toml.
 
 Atari: 16 games for PPO and A2C; as in the scripts a lost life ends an episode for the learner alone, which
@@ -82,7 +83,7 @@ class Args:
     """the script's settings instead of Stable-Baselines3's defaults"""
     classic_settings: bool = False
     """PPO's settings of benchmark/grids/ppo_classic.toml instead of Stable-Baselines3's defaults"""
-    hidden_size: int = 64
+    hidden_size: int = 256
     """units in each of the two layers of PPO's networks, unless they are --zoo's or the defaults"""
     # What a script has beside these.
     device: ClassVar[str] = "cpu"

@@ -1,6 +1,7 @@
 """Steps a second of a script and of its Stable-Baselines3 peer, and where the script's time goes.
 
     python benchmark/speed.py --script ppo_continuous           # about five minutes on one core
+    python benchmark/speed.py --hidden-size 64                  # Stable-Baselines3's own width
     python benchmark/speed.py --script a2c_atari                # about five minutes on two cores
     python benchmark/speed.py --script a2c_atari --device cuda  # the same where the networks run on a GPU
     python benchmark/speed.py --script qlearning_tabular        # a minute; it has no peer
@@ -26,7 +27,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -35,7 +36,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from cli import parse
+from cli import error, parse
 from contests import CONTESTS, Contest
 from results_store import read_events
 from scripts import ALGOS
@@ -52,6 +53,8 @@ class Args:
     """CPU threads of each contender (default: 2 for the Atari games, else 1)"""
     repetitions: int = 5
     """times that each contender is run"""
+    hidden_size: int | None = None
+    """units of a layer of PPO's or SAC's networks, the peer's too (default: the script's own)"""
     beside: Path | None = None
     """folder with another copy of the script, one contender more"""
 
@@ -82,7 +85,7 @@ def time_peer(threads: int, *arguments: str) -> tuple[float, float]:
     return json.loads(output), megabytes
 
 
-def peer(name: str, device: str) -> None:
+def peer(name: str, device: str, settings: str) -> None:
     """Print the peer's steps a second: of blocks of 1,000 or more, after the first fifth, the median."""
     import ale_py
     from stable_baselines3.common.callbacks import BaseCallback
@@ -100,10 +103,10 @@ def peer(name: str, device: str) -> None:
 
     gym.register_envs(ale_py)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    contest = CONTESTS[name]
-    model = contest.peer.make(contest.settings, contest.env_ids[0], device)
+    contest, settings = CONTESTS[name], json.loads(settings)
+    model = contest.peer.make(settings, contest.env_ids[0], device)
     clock = Clock()
-    model.learn(contest.settings["total_timesteps"] + 1000, callback=clock)
+    model.learn(settings["total_timesteps"] + 1000, callback=clock)
     steps, seconds = np.diff(clock.starts, axis=0).T
     print(np.median((steps / seconds)[len(steps) // 5 :]))
 
@@ -211,7 +214,8 @@ def compare(args: Args, contest: Contest, env_id: str) -> None:
             command = (path.resolve(), *flags, *variant.split())
             contenders[f"{copy} {variant}".strip()] = functools.partial(time_script, threads, *command)
     if contest.peer:
-        contenders[contest.peer.algorithm] = functools.partial(time_peer, threads, args.script, args.device)
+        command = (args.script, args.device, json.dumps(contest.settings))
+        contenders[contest.peer.algorithm] = functools.partial(time_peer, threads, *command)
     results = {name: [] for name in contenders}
     for _ in range(args.repetitions):
         for name, contender in contenders.items():
@@ -246,5 +250,10 @@ if __name__ == "__main__":
         time_parts(*sys.argv[2:])
     else:
         args = parse(Args, __doc__)
-        for env_id in CONTESTS[args.script].env_ids:
-            compare(args, CONTESTS[args.script], env_id)
+        contest = CONTESTS[args.script]
+        if args.hidden_size is not None:
+            if "hidden_size" not in contest.settings:
+                error(f"{args.script} has no --hidden-size")
+            contest = replace(contest, settings=contest.settings | {"hidden_size": args.hidden_size})
+        for env_id in contest.env_ids:
+            compare(args, contest, env_id)

@@ -74,6 +74,7 @@ def numbers_out_of_range():
         ("gamma", 1.001),
         ("gae_lambda", 1.001),
         ("gae_lambda", -0.1),
+        ("norm_adv_eps", 0),
         ("clip_coef", 0),
         ("target_kl", 0),
     )

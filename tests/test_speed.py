@@ -83,3 +83,8 @@ def test_tables(tmp_path, capsys):
     shares = re.findall(r"^\| ([a-z ]+) \| [\d.]+ \((\d+)%\) \|$", output, re.MULTILINE)
     assert [part for part, _ in shares] == ["environment", "everything else", "whole loop"]
     assert [int(share) for _, share in shares] == [pytest.approx(50, abs=49), pytest.approx(50, abs=49), 100]
+
+
+def test_width_that_a_script_does_not_take(tmp_path):
+    refused = run_python(SPEED, "--script=a2c_atari", "--hidden-size=64", cwd=tmp_path)
+    assert (refused.returncode, refused.stderr) == (2, "error: a2c_atari has no --hidden-size\n")
