@@ -154,7 +154,8 @@ def difference_figure(differences: pd.DataFrame, origin: str, footer: str) -> by
     order = differences["relative"].groupby("runs").mean().sort_values(ascending=False).index
     figure = Figure(figsize=(9, 1.4 + 0.25 * len(order)), layout="constrained")
     panels = differences.groupby("environment")
-    seeds, others = (differences[column].min() for column in ("seeds", "other seeds"))
+    seeds, others = (differences[column].agg(["min", "max"]) for column in ("seeds", "other seeds"))
+    seeds, others = (" to ".join(map(str, dict.fromkeys(ends))) for ends in (seeds, others))
     label = f"{seeds} seeds of each change, {others} of {origin}: difference with its 95% interval"
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for ax, (env_id, drawn) in zip(axes, panels, strict=True):
@@ -163,6 +164,6 @@ def difference_figure(differences: pd.DataFrame, origin: str, footer: str) -> by
         ax.errorbar(drawn["difference"], order, xerr=errors, fmt="o", ms=4, color=COLOURS[0], label=label)
         ax.axvline(0, color="0.3", lw=0.9)
         ax.set(title=env_id, xlabel="difference in final return")
-        ax.xaxis.set_major_locator(MaxNLocator(5))
+        ax.xaxis.set_major_locator(MaxNLocator(3 if len(panels) > 2 else 5))
         ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     return render(figure, "", footer)
