@@ -137,13 +137,25 @@ RANGES = dict.fromkeys(("seed", "eval_interval", "pg_coef", "ent_coef", "vf_coef
 RANGES |= dict.fromkeys(("gamma", "rms_alpha"), (0, 1))
 RANGES |= {"stop_at_return": (-sys.float_info.max, sys.float_info.max)}
 
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def fully_connected(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """What a convolution makes, (batch, out), of pictures of its own size, (batch, in, height, width).
+
+    By a matrix product, which takes a third to a fifth of the time; but with AVX512 it takes twice as much.
+    """
+    if AVX512 and x.device.type == "cpu":
+        return layer(x).flatten(1)
+    x, weight = (y.permute(0, 2, 3, 1).flatten(1) for y in (x, layer.weight))  # views, in channels_last
+    return F.linear(x, weight, layer.bias)
+
 
 class AtariNetwork(nn.Module):
     """The network of Mnih et al. 2015 (Nature 518, p. 529) below its heads.
 
-    Orthogonal weights with gain sqrt 2; biases zero. The hidden layer is fully connected, to pictures of 7x7;
-    as a convolution it takes half the time in float32. With layer_norm what a layer computes is normalised
-    over each sample, before its relu. With bf16 the layers compute in bfloat16.
+    Orthogonal weights with gain sqrt 2; biases zero. With layer_norm what a layer computes is normalised over
+    each sample, before its relu. With bf16 the layers compute in bfloat16.
     """
 
     def __init__(self, bf16: bool, layer_norm: bool = False):
@@ -152,7 +164,7 @@ class AtariNetwork(nn.Module):
         self.conv1 = nn.Conv2d(4, 32, 8, stride=4)
         self.conv2 = nn.Conv2d(32, 64, 4, stride=2)
         self.conv3 = nn.Conv2d(64, 64, 3)
-        self.hidden = nn.Conv2d(64, 512, 7)
+        self.hidden = nn.Conv2d(64, 512, 7)  # fully connected
         self.layers = (self.conv1, self.conv2, self.conv3, self.hidden)
         for layer in self.layers:
             nn.init.orthogonal_(layer.weight, math.sqrt(2))
@@ -166,8 +178,8 @@ class AtariNetwork(nn.Module):
         x = obs.contiguous(memory_format=torch.channels_last) * (1 / 255)
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             for layer, norm in zip(self.layers, self.norms, strict=True):
-                x = F.relu(norm(layer(x)))
-        return x.flatten(1).float()
+                x = F.relu(norm(layer(x) if layer is not self.hidden else fully_connected(layer, x)))
+        return x.float()
 
 
 class AtariAgent(AtariNetwork):

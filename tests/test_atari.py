@@ -453,6 +453,21 @@ def test_bf16_is_close_to_float32(atari):
         assert 0 < (x - y).abs().max() < 0.02 * x.abs().max()
 
 
+def test_hidden_layer_is_the_same_as_a_convolution_and_as_a_matrix_product(atari, monkeypatch):
+    torch.manual_seed(0)
+    space = SimpleNamespace(single_action_space=gym.spaces.Discrete(6))
+    agent, obs = atari.make_agent(atari.Args(), space).double(), 255 * torch.rand(3, 4, 84, 84).double()
+    results = []
+    for avx512 in (True, False):
+        monkeypatch.setattr(atari, "AVX512", avx512)
+        features = agent.features(obs)
+        assert features.shape == (3, 512)
+        parameters = [agent.conv3.weight, *agent.hidden.parameters()]
+        gradient = torch.autograd.grad(features.square().sum(), parameters)
+        results.append((features, *gradient))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("env_id", ["ALE/SpaceInvaders-v5", "PongNoFrameskip-v4"])
 def test_games_of_gymnasium_and_bf16(train, env_id):
     checkpoint = train(env_id=env_id, eval_interval=0, bf16=True, total_timesteps=30)
