@@ -25,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -135,33 +135,46 @@ class Products(TorchDispatchMode):
         return statistics.median(times or [0])
 
 
-def time_parts(name: str, script: str, *flags: str) -> None:
-    """Run a script as its command does; print the microseconds of each part for each step, as JSON."""
-    import mujoco
+class Timer:
+    """Seconds of functions by their paths; calls and products also by the shapes of what they are given."""
 
-    gym.mujoco = mujoco  # where the paths find it
-    seconds, calls, products, marks = defaultdict(float), Counter(), {}, []
+    def __init__(self, keep_products: bool):
+        self.keep_products = keep_products
+        self.seconds, self.calls, self.products = Counter(), Counter(), {}
 
-    def timed(path: str, function: Callable) -> Callable:
+    def timed(self, path: str, function: Callable) -> Callable:
         def call(*args, **kwargs):
-            if path not in products and "--compile" not in flags:  # it is still warm-up
-                with products.setdefault(path, Products()):
+            key = path, *(x.shape for x in args if isinstance(x, torch.Tensor))
+            if self.keep_products and key not in self.products:  # which is of the warm-up
+                with self.products.setdefault(key, Products()):
                     return function(*args, **kwargs)
             started = time.perf_counter()
             result = function(*args, **kwargs)
-            seconds[path] += time.perf_counter() - started
-            calls[path] += 1
+            self.seconds[path] += time.perf_counter() - started
+            self.calls[key] += 1
             return result
 
         call.path, call.function = path, function
         return call
 
+    def products_alone(self, paths: Iterable[str]) -> float:
+        """Seconds that the products take in all calls of these paths, where they are kept."""
+        return sum(x.seconds() * self.calls[key] for key, x in self.products.items() if key[0] in paths)
+
+
+def time_parts(name: str, script: str, *flags: str) -> None:
+    """Run a script as its command does; print the microseconds of each part for each step, as JSON."""
+    import mujoco
+
+    gym.mujoco = mujoco  # where the paths find it
+    timer, marks = Timer(keep_products="--compile" not in flags), []
+
     def wrap(module: ModuleType, path: str) -> None:
         *names, name = path.removesuffix("()").split(".")
         owner = functools.reduce(getattr, names, module)
         function = getattr(owner, name)
-        make = lambda *args: timed(path, function(*args))  # noqa: E731
-        setattr(owner, name, make if path.endswith("()") else timed(path, function))
+        make = lambda *args: timer.timed(path, function(*args))  # noqa: E731
+        setattr(owner, name, make if path.endswith("()") else timer.timed(path, function))
 
     def parse(*args, **kwargs):
         """In place of tyro.cli, which is what a script calls first."""
@@ -175,14 +188,14 @@ def time_parts(name: str, script: str, *flags: str) -> None:
             """Time counts from here to here, after a fifth of the run."""
             marks[1:] = [(run.global_step + steps, time.perf_counter())]
             if len(marks) == 1:
-                seconds.clear()
-                calls.clear()
+                timer.seconds.clear()
+                timer.calls.clear()
                 if run.progress < 0.2:
                     marks.clear()
             end(run, steps, *args)
 
         module.Run.end_iteration = end_iteration
-        torch.compile = lambda f, **options: timed(f.path, compile_function(f.function, **options))
+        torch.compile = lambda f, **options: timer.timed(f.path, compile_function(f.function, **options))
         tyro.cli = cli
         return cli(*args, **kwargs)
 
@@ -191,9 +204,9 @@ def time_parts(name: str, script: str, *flags: str) -> None:
     steps, whole = np.diff(marks, axis=0)[0]
     times, rest = {}, whole
     for part, paths in CONTESTS[name].parts.items():
-        times[part] = sum(seconds[path] for path in paths)
+        times[part] = sum(timer.seconds[path] for path in paths)
         rest -= 0 if part.startswith("-") else times[part]
-        if alone := sum(products[path].seconds() * calls[path] for path in paths if path in products):
+        if alone := timer.products_alone(paths):
             times[f"- products alone, {part}"] = alone
     times |= {"everything else": rest, "whole loop": whole}
     print(json.dumps({part: time / steps * 1e6 for part, time in times.items()}))

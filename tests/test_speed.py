@@ -9,6 +9,7 @@ import ale_py
 import gymnasium as gym
 import pytest
 import speed
+import torch
 from conftest import REPOSITORY, flags, run_python, script_path
 from contests import CONTESTS
 
@@ -66,6 +67,22 @@ def test_peer_has_the_settings_of_the_contest(name):
         assert model.n_steps * model.n_envs == model.batch_size * settings["num_minibatches"]
     sizes = {layer.out_features for layer in model.policy.modules() if hasattr(layer, "out_features")}
     assert {size for name, size in settings.items() if name.endswith("hidden_size")} <= sizes
+
+
+def test_products_are_those_of_each_batch_size():
+    """A network that acts on 2 observations and learns from 512 has the products of both."""
+    timer = speed.Timer(keep_products=True)
+    forward = timer.timed("forward", torch.nn.Linear(64, 512).forward)
+    with torch.no_grad():
+        for size in [2] * 4 + [512] * 3:
+            forward(torch.zeros(size, 64))
+    assert timer.calls == {("forward", (2, 64)): 3, ("forward", (512, 64)): 2}  # without the first of each
+    sizes = [args[1].shape for products in timer.products.values() for _, args in products.calls]
+    assert sizes == [(2, 64), (512, 64)]
+    small, large = (products.seconds() for products in timer.products.values())
+    assert 0 < small < large
+    assert timer.products_alone(["forward"]) > 1.5 * large
+    assert timer.products_alone(["backward"]) == 0
 
 
 def test_tables(tmp_path, capsys):
