@@ -66,7 +66,8 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
         "crossq_continuous": "after 300,000 steps "
         f"HalfCheetah-v4 {final_return(crossq[0], 0)}, Walker2d-v4 {final_return(crossq[1], 0)} "
         f"({len(crossq[0])} seeds each)",
-        "pqn_atari": f"Pong after {pqn[0] / 1e6:.0f}M steps: {pqn[1]:.1f} (1 run)",
+        "pqn_atari": f"Pong: {steps_to_18([*runs('pqn'), *runs('pqn_pong')])}; "
+        f"{pqn[1]:.1f} after {pqn[0] / 1e6:.0f}M (1 run)",
         "a2c_atari": f"Pong: {steps_to_18(a2c)}; {whole[1]:.1f} after {whole[0] / 1e6:.0f}M (1 run)",
         "qcritic_atari": f"Pong: {steps_to_18(runs('pong', script='qcritic_atari'))}",
         "reinforce_cartpole": f"CartPole-v1: {episodes_to_500(runs('reinforce', estimator='baseline'))}",
