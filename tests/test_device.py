@@ -1,4 +1,7 @@
-"""Every script that has a network, on a device other than the CPU, where mixing the two fails as on a GPU."""
+"""Every script that has a network, on a device other than the CPU, where mixing the two fails as on a GPU.
+
+And on a GPU where there is one.
+"""
 
 import math
 import multiprocessing
@@ -29,15 +32,18 @@ def check_device(part, device: torch.device) -> None:
     assert not wrong, f"{type(part).__name__} has {wrong}"
 
 
-def run(library: Path, folder: Path, name: str, arguments: list[str], killed_at: float) -> None:
+def run(
+    library: Path, gpu: bool, folder: Path, name: str, arguments: list[str], killed_at: float
+) -> None:
     """Run a script's command on the other device; its process dies as it reaches the step `killed_at`."""
     os.chdir(folder)
-    device, script = other_device.register(library), load_script(name)
+    device = torch.device("cuda", 0) if gpu else other_device.register(library)
+    script = load_script(name)
     prepare, make_policy = script.prepare, script.make_policy
 
     def prepare_other(args) -> torch.device:
-        prepare(args)
-        return device
+        chosen = prepare(args)
+        return chosen if gpu else device
 
     def make_policy_checked(args, agent, space) -> Callable:
         check_device(agent, device)
@@ -111,15 +117,20 @@ def saved(folder: Path) -> dict[str, dict]:
     return {x.stem: torch.load(x, map_location="cpu", weights_only=True) for x in folder.glob("*.pt")}
 
 
+GPU = pytest.param(True, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), id="gpu")
+
+
+@pytest.mark.parametrize("gpu", [pytest.param(False, id="other"), GPU])
 @pytest.mark.parametrize(
     "name", [name for name in RUNS if name != "qlearning_tabular"]
 )  # which has no network
-def test_trains_resumes_to_the_same_bits_and_plays(name, launch, tmp_path):
+def test_trains_resumes_to_the_same_bits_and_plays(name, gpu, launch, tmp_path):
     script, settings, killed_at = load_script(name), flags(RUNS[name]), RUNS[name]["total_timesteps"] * 0.7
     whole, killed, cpu = tmp_path / "whole", tmp_path / "killed", tmp_path / "cpu"
 
     def command(*arguments, killed_at: float = math.inf) -> int:
-        return launch(run, tmp_path, name, [*map(str, arguments)], killed_at)
+        device = ("--device", "cuda") if gpu else ()
+        return launch(run, gpu, tmp_path, name, [*map(str, arguments), *device], killed_at)
 
     assert command(*settings, "--run-dir", whole) == 0
     assert command(*settings, "--run-dir", killed, killed_at=killed_at) == -signal.SIGKILL
@@ -135,6 +146,8 @@ def test_trains_resumes_to_the_same_bits_and_plays(name, launch, tmp_path):
     lines = (tmp_path / "output").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["episode", "episode", "mean"]
 
+    if gpu:  # whose generators draw other numbers
+        return
     # What shares its memory with an array on the CPU, and does not elsewhere, must make no difference.
     script.train(script.Args(**RUNS[name], device="cpu", run_dir=cpu))
     torch.testing.assert_close(ours["model"]["agent"], saved(cpu)["model"]["agent"], atol=1e-4, rtol=1e-4)
