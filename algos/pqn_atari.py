@@ -301,6 +301,7 @@ def graphed(agent: AtariNetwork, obs: Tensor) -> Callable:
     """
     if obs.device.type != "cuda":
         return agent
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # a graph has its own
     return torch.cuda.make_graphed_callables(nn.Sequential(agent), (obs.clone(),))
 
 

@@ -32,9 +32,7 @@ def check_device(part, device: torch.device) -> None:
     assert not wrong, f"{type(part).__name__} has {wrong}"
 
 
-def run(
-    library: Path, gpu: bool, folder: Path, name: str, arguments: list[str], killed_at: float
-) -> None:
+def run(library: Path, gpu: bool, folder: Path, name: str, arguments: list[str], killed_at: float) -> None:
     """Run a script's command on the other device; its process dies as it reaches the step `killed_at`."""
     os.chdir(folder)
     device = torch.device("cuda", 0) if gpu else other_device.register(library)
@@ -117,10 +115,12 @@ def saved(folder: Path) -> dict[str, dict]:
     return {x.stem: torch.load(x, map_location="cpu", weights_only=True) for x in folder.glob("*.pt")}
 
 
-GPU = pytest.param(True, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), id="gpu")
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
-@pytest.mark.parametrize("gpu", [pytest.param(False, id="other"), GPU])
+@pytest.mark.parametrize(
+    "gpu", [pytest.param(False, id="other"), pytest.param(True, marks=on_a_gpu, id="gpu")]
+)
 @pytest.mark.parametrize(
     "name", [name for name in RUNS if name != "qlearning_tabular"]
 )  # which has no network
@@ -151,3 +151,18 @@ def test_trains_resumes_to_the_same_bits_and_plays(name, gpu, launch, tmp_path):
     # What shares its memory with an array on the CPU, and does not elsewhere, must make no difference.
     script.train(script.Args(**RUNS[name], device="cpu", run_dir=cpu))
     torch.testing.assert_close(ours["model"]["agent"], saved(cpu)["model"]["agent"], atol=1e-4, rtol=1e-4)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", ["ppo_atari", "pqn_atari"])
+def test_a_graph_computes_what_the_network_does(name):
+    script, computed = load_script(name), []
+    args = script.Args(device="cuda")
+    device = script.prepare(args)
+    agent = script.make_agent(args, script.make_envs(args, 1)).to(device)
+    first, obs = torch.randint(0, 256, (2, 16, 4, 84, 84), dtype=torch.uint8, device=device)
+    for function in (agent, script.graphed(agent, first)):
+        outputs = tree_leaves(function(obs))
+        gradient = torch.autograd.grad(sum(x.square().sum() for x in outputs), [*agent.parameters()])
+        computed.append([x.detach().clone() for x in (*outputs, *gradient)])
+    torch.testing.assert_close(*computed)
