@@ -320,13 +320,13 @@ def make_agent(args: Args, envs: gym.vector.VectorEnv) -> AtariAgent:
 
 
 def graphed(agent: AtariNetwork, obs: Tensor) -> Callable:
-    """The agent, for observations like these; on CUDA all its kernels are one launch (a graph), in less time.
+    """The agent, for observations (batch, 4, 84, 84) of this batch size; on CUDA as a graph of its kernels.
 
-    What it returns there stands until its next call.
+    One launch for all of them takes less time than one for each. A call overwrites what the last returned.
     """
     if obs.device.type != "cuda":
         return agent
-    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # a graph has its own
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # a graph's stream is another
     return torch.cuda.make_graphed_callables(nn.Sequential(agent), (obs.clone(),))
 
 
@@ -376,10 +376,10 @@ def train(args: Args) -> None:
         with torch.no_grad():
             for t in range(args.num_steps):
                 obs_by_step[t] = torch.from_numpy(obs)
-                policy, value = (x.clone() for x in actor(obs_by_step[t]))
-                logits.append(policy)
+                logits_t, value = (x.clone() for x in actor(obs_by_step[t]))
+                logits.append(logits_t)
                 values.append(value.squeeze(-1))
-                actions.append(sample_actions(policy, rng))
+                actions.append(sample_actions(logits_t, rng))
                 obs, reward, terminated_buffer[t], truncated, info = envs.step(actions[t].cpu().numpy())
                 reward_buffer[t], done_buffer[t] = np.sign(reward), terminated_buffer[t] | truncated
                 if truncated.any():  # then not terminated, says ale-py

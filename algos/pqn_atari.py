@@ -295,13 +295,13 @@ def make_agent(args: Args, envs: gym.vector.VectorEnv) -> AtariQNetwork:
 
 
 def graphed(agent: AtariNetwork, obs: Tensor) -> Callable:
-    """The agent, for observations like these; on CUDA all its kernels are one launch (a graph), in less time.
+    """The agent, for observations (batch, 4, 84, 84) of this batch size; on CUDA as a graph of its kernels.
 
-    What it returns there stands until its next call.
+    One launch for all of them takes less time than one for each. A call overwrites what the last returned.
     """
     if obs.device.type != "cuda":
         return agent
-    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # a graph has its own
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # a graph's stream is another
     return torch.cuda.make_graphed_callables(nn.Sequential(agent), (obs.clone(),))
 
 

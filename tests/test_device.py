@@ -154,15 +154,44 @@ def test_trains_resumes_to_the_same_bits_and_plays(name, gpu, launch, tmp_path):
 
 
 @on_a_gpu
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("name", ["ppo_atari", "pqn_atari"])
-def test_a_graph_computes_what_the_network_does(name):
+def test_a_graph_computes_what_the_network_does(name, bf16):
     script, computed = load_script(name), []
-    args = script.Args(device="cuda")
+    args = script.Args(device="cuda", bf16=bf16)
     device = script.prepare(args)
     agent = script.make_agent(args, script.make_envs(args, 1)).to(device)
     first, obs = torch.randint(0, 256, (2, 16, 4, 84, 84), dtype=torch.uint8, device=device)
-    for function in (agent, script.graphed(agent, first)):
+    graph = script.graphed(agent, first)
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter.mul_(1.5)  # as an update changes them, in place
+    for function in (agent, graph):
         outputs = tree_leaves(function(obs))
         gradient = torch.autograd.grad(sum(x.square().sum() for x in outputs), [*agent.parameters()])
         computed.append([x.detach().clone() for x in (*outputs, *gradient)])
     torch.testing.assert_close(*computed)
+
+
+@pytest.mark.parametrize("name", ["ppo_atari", "pqn_atari"])
+def test_nothing_is_used_that_a_graph_has_overwritten(name, monkeypatch, tmp_path):
+    script = load_script(name)
+
+    def overwriting(agent: torch.nn.Module, obs: Tensor) -> Callable:
+        returned = []
+
+        def call(obs: Tensor) -> Tensor | tuple[Tensor, ...]:
+            for x in returned:
+                x.detach().fill_(math.nan)
+            outputs = agent(obs)
+            returned[:] = tree_leaves(outputs)
+            return outputs
+
+        return call
+
+    for folder, graphed in (("plain", script.graphed), ("overwriting", overwriting)):
+        monkeypatch.setattr(script, "graphed", graphed)
+        script.train(script.Args(**RUNS[name], device="cpu", run_dir=tmp_path / folder))
+    assert_same(
+        saved(tmp_path / "plain")["model"]["agent"], saved(tmp_path / "overwriting")["model"]["agent"]
+    )
