@@ -58,6 +58,8 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
     a2c = [run for grid in ("a2c", "pong", "pong_10m") for run in runs(grid, script="a2c_atari")]
     a2c = [run for run in a2c if run.config["env_id"].startswith("Pong")]
     (whole,) = ends(runs("pong_10m"))
+    breakout = ends(runs("breakout", script="a2c_atari"))
+    assert {*breakout[:, 0]} == {10_000_000}
     pqn = [run for grid in ("pqn", "pqn_pong") for run in runs(grid, env_id="PongNoFrameskip-v4")]
     step, score = max(ends(pqn).tolist())  # of the one run without --stop-at-return
     lake = runs("qlearning", env_id="FrozenLake-v1", map_name=None)
@@ -67,8 +69,10 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
         "crossq_continuous": "after 300,000 steps "
         f"HalfCheetah-v4 {final_return(crossq[0], 0)}, Walker2d-v4 {final_return(crossq[1], 0)} "
         f"({len(crossq[0])} seeds each)",
+        "ppo_atari": f"Pong, clip range 0.2: {steps_to_18(runs('ppo_atari_settings'))}",
         "pqn_atari": f"Pong: {steps_to_18(pqn)}; {score:.1f} after {step / 1e6:.0f}M (1 run)",
-        "a2c_atari": f"Pong: {steps_to_18(a2c)}; {whole[1]:.1f} after {whole[0] / 1e6:.0f}M (1 run)",
+        "a2c_atari": f"Pong: {steps_to_18(a2c)}; {whole[1]:.1f} after {whole[0] / 1e6:.0f}M (1 run); "
+        f"Breakout: {' and '.join(f'{score:.0f}' for score in sorted(breakout[:, 1]))} after 10M (2 runs)",
         "qcritic_atari": f"Pong: {steps_to_18(runs('pong', script='qcritic_atari'))}",
         "reinforce_cartpole": f"CartPole-v1: {episodes_to_500(runs('reinforce', estimator='baseline'))}",
         "qlearning_tabular": f"FrozenLake-v1: {final_return(lake, 3)}",
