@@ -1,6 +1,7 @@
 """What only PQN has; test_atari.py tests what it shares with the other scripts for Atari games."""
 
 import re
+import time
 from collections import Counter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -347,6 +348,7 @@ def test_schedule_of_epsilon_survives_a_resume(pqn, train, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             train(**settings)
     assert epsilons() == pytest.approx(np.repeat(expected[:7], 5))
+    time.sleep(1)  # TensorBoard orders files by the second in which they were begun
     assert train(**settings, run_dir=None, resume=Path("run"))["charts/epsilon"] == logged["charts/epsilon"]
     assert epsilons() == pytest.approx(np.repeat(expected[4:], 5))
 

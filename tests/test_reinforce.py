@@ -473,6 +473,7 @@ def test_stopped_anywhere_and_resumed_equals_uninterrupted(
         patch.setattr(reinforce, function, stop)
         with pytest.raises(KeyboardInterrupt):
             train("stopped")
+    time.sleep(1)  # TensorBoard orders files by the second in which they were begun
     main("--resume", "stopped")
     assert_same_run("stopped", "whole")
 

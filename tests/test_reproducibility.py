@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,7 @@ def test_full_disk_ends_the_run_in_one_line_and_the_rest_equals_uninterrupted(
         (saved, int(failed[1])) == (0, 256) if file == "checkpoint" else 256 <= saved < int(failed[1]) < 1024
     )
     monkeypatch.setattr(sys, "argv", ["ppo_continuous.py", "--resume", "full"])
+    time.sleep(1)  # TensorBoard orders files by the second in which they were begun
     ppo.main()
     assert_same_run(Path("full"), Path("whole"))
 
