@@ -31,10 +31,9 @@ variety, and layer normalisation the stability. The paper's theorem: if the hidd
 wide enough and the last layer's weights are kept small by an l2 penalty, temporal differences converge even
 off policy and without a target network. As in the paper's experiments, there is no such penalty here.
 
-Not as in the paper's code: 8 games of 128 steps and 4 minibatches, as in CleanRL, instead of 128 of 32 and
-32; epsilon falls to 0.01 instead of 0.001, and the step size to 0; a convolution is normalised over the whole
-picture and not at each pixel; weights are orthogonal; the loss has no half; what a time limit cuts off is
-bootstrapped.
+Not as in the paper's code: 8 games of 128 steps and 8 minibatches instead of 128 of 32 and 32; epsilon falls
+to 0.01 instead of 0.001, and the step size to 0; a convolution is normalised over the whole picture and not
+at each pixel; weights are orthogonal; the loss has no half; what a time limit cuts off is bootstrapped.
 
 In training a reward counts by its sign and a lost life as the end of an episode, after which the game goes
 on; every return that is reported is the score of a whole game. A step is an action, which lasts 4 frames.
@@ -75,7 +74,7 @@ class Args:
     """parallel games"""
     num_steps: int = 128
     """steps of each game in one rollout"""
-    num_minibatches: int = 4
+    num_minibatches: int = 8
     """minibatches of one epoch"""
     update_epochs: int = 2
     """passes over each rollout"""

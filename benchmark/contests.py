@@ -128,7 +128,7 @@ CONTESTS = {
     ),
     # Its own defaults, but for a buffer that would take 56 GB, and for what it waits before it learns.
     "pqn_atari": atari(
-        EPOCHS | {"update_epochs": 2},
+        EPOCHS | {"num_minibatches": 8, "update_epochs": 2},
         Peer(
             "stable_baselines3.DQN",
             lambda settings: {"buffer_size": 100_000, "learning_starts": 1000},

@@ -60,8 +60,7 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
     (whole,) = ends(runs("pong_10m"))
     breakout = ends(runs("breakout", script="a2c_atari"))
     assert {*breakout[:, 0]} == {10_000_000}
-    pqn = [run for grid in ("pqn", "pqn_pong") for run in runs(grid, env_id="PongNoFrameskip-v4")]
-    step, score = max(ends(pqn).tolist())  # of the one run without --stop-at-return
+    pqn = runs("pqn_settings", num_minibatches=8)
     ppo = [run for grid in ("ppo_atari_settings", "ppo_atari") for run in runs(grid)]
     (pong,) = ends(runs("ppo_atari"))
     lake = runs("qlearning", env_id="FrozenLake-v1", map_name=None)
@@ -73,7 +72,7 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
         f"({len(crossq[0])} seeds each)",
         "ppo_atari": f"Pong, clip range 0.2: {steps_to_18(ppo)}; "
         f"{pong[1]:.1f} after {pong[0] / 1e6:.0f}M (1 run)",
-        "pqn_atari": f"Pong: {steps_to_18(pqn)}; {score:.1f} after {step / 1e6:.0f}M (1 run)",
+        "pqn_atari": f"Pong: {steps_to_18(pqn)}; {final_return(pqn, 1)} after 1.9M",
         "a2c_atari": f"Pong: {steps_to_18(a2c)}; {whole[1]:.1f} after {whole[0] / 1e6:.0f}M (1 run); "
         f"Breakout: {' and '.join(f'{score:.0f}' for score in sorted(breakout[:, 1]))} after 10M (2 runs)",
         "qcritic_atari": f"Pong: {steps_to_18(runs('pong', script='qcritic_atari'))}",
