@@ -271,13 +271,19 @@ def ppo_loss(
 
 
 class AtariGames(AtariVectorEnv):
-    """Parallel games in ale-py's own threads; with render, the first one twice, for its colours."""
+    """Parallel games in ale-py's own threads; with render, the first one twice, for its colours.
+
+    As a game does at its reset, so a life begins with FIRE, for which some games wait: in the step after a
+    lost one this is the action, whatever the agent's.
+    """
 
     def __init__(self, num_envs: int, render: bool, **settings):
         settings |= {"autoreset_mode": "SameStep", "reward_clipping": False}
         super().__init__(num_envs=num_envs, num_threads=torch.get_num_threads(), **settings)
         self.metadata = self.metadata | {"render_fps": 15}  # of an Atari's 60 frames a second
         self.envs, self.film = [self], None
+        fire = self.ale.get_action_set()[1] == ale_py.Action.FIRE  # if a game has it, then there
+        self.fires = fire and settings.get("use_fire_reset", True)
         if render:
             size = {"stack_num": 1, "img_height": 210, "img_width": 160}
             self.film = AtariVectorEnv(num_envs=1, grayscale=False, **size, **settings)
@@ -287,12 +293,18 @@ class AtariGames(AtariVectorEnv):
         seeds = np.random.SeedSequence(seed).generate_state(self.num_envs).astype(int) >> 1
         if self.film:
             self.picture, _ = self.film.reset(seed=seeds[:1], options=options)
-        return super().reset(seed=seeds, options=options)
+        obs, info = super().reset(seed=seeds, options=options)
+        self.lives, self.lost = info["lives"], np.zeros(self.num_envs, bool)
+        return obs, info
 
     def step(self, actions: np.ndarray) -> tuple:
+        if self.fires:
+            actions = np.where(self.lost, 1, actions)
         if self.film:
             self.picture = self.film.step(actions[:1])[0]
-        return super().step(actions)
+        *result, info = super().step(actions)
+        self.lost, self.lives = info["lives"] < self.lives, info["lives"]
+        return *result, info
 
     def render(self) -> np.ndarray:
         """The first game's screen at twice its size, (420, 320, 3)."""
