@@ -256,7 +256,7 @@ class AtariGames(AtariVectorEnv):
         super().__init__(num_envs=num_envs, num_threads=torch.get_num_threads(), **settings)
         self.metadata = self.metadata | {"render_fps": 15}  # of an Atari's 60 frames a second
         self.envs, self.film = [self], None
-        fire = self.ale.get_action_set()[1] == ale_py.Action.FIRE  # if a game has it, then there
+        fire = self.ale.get_action_set()[1] == ale_py.Action.FIRE  # 1 in all games with lives that have it
         self.fires = fire and settings.get("use_fire_reset", True)
         if render:
             size = {"stack_num": 1, "img_height": 210, "img_width": 160}

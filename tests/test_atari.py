@@ -209,6 +209,35 @@ def test_frames_are_those_of_gymnasium(atari, game, name):
     assert ends > 1 or name == "Pong"
 
 
+def test_a_life_begins_with_fire(atari):
+    """As if the agent pressed it in the step after a lost life, and only then; over games and a reset."""
+    ours, theirs = (atari.AtariGames(2, True, game="breakout", life_loss_info=True) for _ in range(2))
+    theirs.fires = False
+    rng, lost, lives = np.random.default_rng(0), np.zeros(2, bool), 0
+    for step in range(250):
+        if step in (0, 150):
+            obs, expected = (envs.reset(seed=step)[0] for envs in (ours, theirs))
+            np.testing.assert_array_equal(obs, expected)
+            lost[:] = False
+        actions = rng.choice([0, 2, 3], size=2)  # so no ball would fly again
+        obs, *facts, info = ours.step(actions)
+        expected, *their_facts, _ = theirs.step(np.where(lost, 1, actions))
+        np.testing.assert_array_equal(obs, expected)
+        np.testing.assert_array_equal(facts, their_facts)
+        np.testing.assert_array_equal(ours.picture, theirs.picture)
+        lost = facts[1] & (info["lives"] < 5)  # and not the game
+        lives += lost.sum()
+    assert lives > 10
+
+
+@pytest.mark.parametrize(("game", "fires"), [("ms_pacman", False), ("pong", True), ("seaquest", True)])
+def test_fire_is_where_it_is_looked_for(atari, game, fires):
+    for full in (False, True):
+        envs = atari.AtariGames(1, False, game=game, full_action_space=full)
+        assert envs.fires == (fires or full)
+        assert envs.ale.get_action_set()[1].name == ("FIRE" if envs.fires else "UP")
+
+
 @pytest.mark.parametrize("env_id", ["PongNoFrameskip-v4", "ALE/Pong-v5"])
 def test_a_reset_leaves_nothing_of_what_was_before(atari, env_id):
     """On which resuming rests: a seed alone decides the games, sticky actions included."""
