@@ -22,6 +22,7 @@ SHORT_RUN = {
     "env_id": "PlainRL/SpaceInvaders-v0",
     "num_envs": NUM_ENVS,
     "num_steps": NUM_STEPS,
+    "num_minibatches": 4,
     "torch_threads": 1,
     "eval_interval": 0,
     "checkpoint_interval": 100_000,
