@@ -273,8 +273,8 @@ def ppo_loss(
 class AtariGames(AtariVectorEnv):
     """Parallel games in ale-py's own threads; with render, the first one twice, for its colours.
 
-    As a game does at its reset, so a life begins with FIRE, for which some games wait: in the step after a
-    lost one this is the action, whatever the agent's.
+    A life begins with FIRE, for which some games wait, as a game does: in the step after a lost life that is
+    what they take, whatever the agent's action.
     """
 
     def __init__(self, num_envs: int, render: bool, **settings):
@@ -282,8 +282,8 @@ class AtariGames(AtariVectorEnv):
         super().__init__(num_envs=num_envs, num_threads=torch.get_num_threads(), **settings)
         self.metadata = self.metadata | {"render_fps": 15}  # of an Atari's 60 frames a second
         self.envs, self.film = [self], None
-        fire = self.ale.get_action_set()[1] == ale_py.Action.FIRE  # 1 in all games with lives that have it
-        self.fires = fire and settings.get("use_fire_reset", True)
+        has_fire = self.ale.get_action_set()[1] == ale_py.Action.FIRE  # at 1 in all games of several lives
+        self.fires = has_fire and settings.get("use_fire_reset", True)
         if render:
             size = {"stack_num": 1, "img_height": 210, "img_width": 160}
             self.film = AtariVectorEnv(num_envs=1, grayscale=False, **size, **settings)
