@@ -261,7 +261,13 @@ class AtariGames(AtariVectorEnv):
 
     A life begins with FIRE, for which some games wait, as a game does: in the step after a lost life that is
     what they take, whatever the agent's action.
+
+    ALE cannot save these games. But how one stands follows from the last seed and the actions since, and so
+    state_dict holds those, and load_state_dict plays them again. After `seed_interval` steps the next game
+    begins from a new seed, so that they stay few.
     """
+
+    seed_interval = 6_000  # more often, seeds would cost time: with one, a reset takes 15 times as long
 
     def __init__(self, num_envs: int, render: bool, **settings):
         settings |= {"autoreset_mode": "SameStep", "reward_clipping": False}
@@ -273,24 +279,69 @@ class AtariGames(AtariVectorEnv):
         if render:
             size = {"stack_num": 1, "img_height": 210, "img_width": 160}
             self.film = AtariVectorEnv(num_envs=1, grayscale=False, **size, **settings)
+        # Of each game a seed, and which was the first action after it; of all, the actions since the first.
+        self.seeds, self.first, self.actions = *np.zeros((2, num_envs), int), []
+
+    def new_seeds(self, seed: int | np.ndarray | None) -> np.ndarray:
+        """One for each game; ale-py would take 31 bits of the seed itself, and give them consecutive ones."""
+        return np.random.SeedSequence(seed).generate_state(self.num_envs).astype(int) >> 1
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        """Of a seed ale-py would take 31 bits, and give the games consecutive ones."""
-        seeds = np.random.SeedSequence(seed).generate_state(self.num_envs).astype(int) >> 1
-        if self.film:
-            self.picture, _ = self.film.reset(seed=seeds[:1], options=options)
-        obs, info = super().reset(seed=seeds, options=options)
-        self.lives, self.lost = info["lives"], np.zeros(self.num_envs, bool)
-        return obs, info
+        self.seeds, self.actions = self.new_seeds(seed), []
+        self.returns, self.lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
+        self.lost = np.zeros(self.num_envs, bool)
+        return self.start(~self.lost)
+
+    def start(self, games: np.ndarray) -> tuple:
+        """Start those games, a mask (num_envs,), from their seeds; returns what a reset does, of all."""
+        self.first[games] = len(self.actions)
+        self.actions, self.first = self.actions[self.first.min() :], self.first - self.first.min()
+        self.lost[games], self.returns[games], self.lengths[games] = False, 0, 0
+        if self.film and games[0]:
+            self.picture, _ = self.film.reset(seed=self.seeds[:1])
+        self.obs, info = super().reset(seed=self.seeds[games], options={"reset_mask": games})
+        self.lives, self.frame_number = info["lives"], info["episode_frame_number"]
+        return self.obs, info
 
     def step(self, actions: np.ndarray) -> tuple:
+        """As in Gymnasium; info["games"] is a list of (return, length) of those that ended, not of lives."""
         if self.fires:
             actions = np.where(self.lost, 1, actions)
+        self.actions.append(actions.astype(np.uint8))
         if self.film:
             self.picture = self.film.step(actions[:1])[0]
-        *result, info = super().step(actions)
+        self.obs, reward, *ends, info = super().step(actions)
         self.lost, self.lives = info["lives"] < self.lives, info["lives"]
-        return *result, info
+        over = info["episode_frame_number"] < self.frame_number
+        self.frame_number = info["episode_frame_number"]
+        self.returns += reward
+        self.lengths += 1
+        info["games"] = list(zip(self.returns[over].tolist(), self.lengths[over].tolist(), strict=True))
+        self.returns[over], self.lengths[over] = 0, 0
+        over &= len(self.actions) - self.first >= self.seed_interval
+        if over.any():
+            self.seeds = np.where(over, self.new_seeds(self.seeds), self.seeds)
+            info |= self.start(over)[1]
+        return self.obs, reward, *ends, info
+
+    def state_dict(self) -> dict[str, Tensor]:
+        actions = np.reshape(self.actions, (-1, self.num_envs)).astype(np.uint8)
+        state = {"seeds": self.seeds, "first": self.first, "actions": actions}
+        return {name: torch.from_numpy(array) for name, array in state.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        seeds, first, actions = (state[name].numpy().copy() for name in ("seeds", "first", "actions"))
+        if len(seeds) != self.num_envs:
+            raise ValueError(f"{len(seeds)} games, not {self.num_envs}")
+        self.reset()
+        for t, actions_t in enumerate(progress_bar(iterable=actions, desc="games so far", leave=False)):
+            if t in first:  # until then, that game was another
+                self.seeds = seeds.copy()
+                self.start(first == t)
+            self.step(actions_t.astype(int))
+        self.seeds, self.first, self.actions = seeds, first, list(actions)
+        if len(actions) in first:
+            self.start(first == len(actions))
 
     def render(self) -> np.ndarray:
         """The first game's screen at twice its size, (420, 320, 3)."""
@@ -335,15 +386,13 @@ def train(args: Args) -> None:
     envs = make_envs(args, args.num_envs, life_loss=True)
     agent = make_agent(args, envs).to(device)
     optimizer = torch.optim.RMSprop(agent.parameters(), alpha=args.rms_alpha, eps=args.rms_eps)
-    run = Run(args, log_interval=5_000, agent=agent, optimizer=optimizer)
+    run = Run(args, log_interval=5_000, agent=agent, optimizer=optimizer, games=envs)
     shape = (args.num_steps, args.num_envs)
     reward_buffer, done_buffer = np.zeros(shape, np.float32), np.zeros(shape, bool)
+    obs = envs.obs if run.global_step else envs.reset(seed=run.seed(0))[0]
     while not run.over:
         if run.fresh:  # at the start and after each checkpoint: so a resumed run has nothing to restore here
-            obs, info = envs.reset(seed=run.seed(0))
-            frame_number = info["episode_frame_number"]
             rng = torch.Generator(device).manual_seed(run.seed(1))
-            episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
         learning_rate = args.learning_rate * (1 - run.progress if args.anneal_lr else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
 
@@ -359,12 +408,7 @@ def train(args: Args) -> None:
                     # obs is by then the first one of the next game (SAME_STEP).
                     final_obs = torch.as_tensor(info["final_obs"][truncated], device=device)
                     bootstraps[t, torch.from_numpy(truncated)] = expected_values(*agent(final_obs))
-                episode_return += reward
-                episode_length += 1
-                over = info["episode_frame_number"] < frame_number  # the game, not a life alone
-                frame_number = info["episode_frame_number"]
-                episodes += zip(episode_return[over].tolist(), episode_length[over].tolist(), strict=True)
-                episode_return[over], episode_length[over] = 0, 0
+                episodes += info["games"]
             last_values = expected_values(*agent(torch.as_tensor(obs, device=device)))
 
         # Compute targets.
@@ -558,10 +602,10 @@ class Run:
     """A training run: its folder and logs, its evaluations and checkpoints, and when it ends.
 
     A run is a function of its arguments. At its start and after each checkpoint, `fresh` is true: every
-    generator is then seeded anew and the environments are reset, with seeds that follow from --seed and the
-    global step. So a checkpoint needs to hold no state of theirs, and a run that was killed and resumed ends
-    with the same bits as one that was not. Ctrl-C and SIGTERM end the process at once, and what came after
-    the last checkpoint is done again.
+    generator is then seeded anew and environments that are no part of it are reset, with seeds that follow
+    from --seed and the global step. So a checkpoint needs to hold no state of theirs, and a run that was
+    killed and resumed ends with the same bits as one that was not. Ctrl-C and SIGTERM end the process at
+    once, and what came after the last checkpoint is done again.
 
     parts: what training changes, each with state_dict and load_state_dict. `agent` is what make_policy takes
     and model.pt holds. A replay `buffer` has save(folder) and load(folder) as well, for files of its own.

@@ -473,10 +473,10 @@ class Run:
     """A training run: its folder and logs, its evaluations and checkpoints, and when it ends.
 
     A run is a function of its arguments. At its start and after each checkpoint, `fresh` is true: every
-    generator is then seeded anew and the environments are reset, with seeds that follow from --seed and the
-    global step. So a checkpoint needs to hold no state of theirs, and a run that was killed and resumed ends
-    with the same bits as one that was not. Ctrl-C and SIGTERM end the process at once, and what came after
-    the last checkpoint is done again.
+    generator is then seeded anew and environments that are no part of it are reset, with seeds that follow
+    from --seed and the global step. So a checkpoint needs to hold no state of theirs, and a run that was
+    killed and resumed ends with the same bits as one that was not. Ctrl-C and SIGTERM end the process at
+    once, and what came after the last checkpoint is done again.
 
     parts: what training changes, each with state_dict and load_state_dict. `agent` is what make_policy takes
     and model.pt holds. A replay `buffer` has save(folder) and load(folder) as well, for files of its own.

@@ -84,7 +84,7 @@ RUNS = {
     },
     "qlearning_tabular": {"total_timesteps": 20_000, "eval_interval": 5000, "checkpoint_interval": 2000},
 }
-# Games of at most 25 steps: some are truncated before the next checkpoint, where they begin anew.
+# Games of at most 25 steps: some are truncated within a short run.
 SHORT_GAME = {"game": "breakout", "frameskip": 4, "max_num_frames_per_episode": 100, "noop_max": 0}
 gym.register("PlainRL/ShortBreakout-v0", "ale_py.env:AtariEnv", kwargs=SHORT_GAME)
 

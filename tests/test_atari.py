@@ -255,6 +255,58 @@ def test_a_reset_leaves_nothing_of_what_was_before(atari, env_id):
     assert (first != play(envs, 6)).any()
 
 
+@pytest.mark.parametrize("env_id", ["BreakoutNoFrameskip-v4", "ALE/Breakout-v5"])
+def test_saved_games_go_on_as_they_would_have(atari, env_id, monkeypatch):
+    """Saved in the middle of games, and when one has just begun from a new seed; some have sticky actions."""
+    monkeypatch.setattr(atari.AtariGames, "seed_interval", 60)
+    envs, others = (atari.make_envs(atari.Args(env_id=env_id), 3, life_loss=True) for _ in range(2))
+    others.load_state_dict(envs.state_dict())  # before the first game
+    rng, steps, saved = np.random.default_rng(0), 0, 0
+    envs.reset(seed=5)
+    others.reset(seed=5)
+    while saved < 4:
+        actions = rng.integers(4, size=3)
+        obs, *facts, info = envs.step(actions)
+        expected, *their_facts, their_info = others.step(actions)
+        np.testing.assert_array_equal(obs, expected)
+        np.testing.assert_array_equal(facts, their_facts)
+        assert info["games"] == their_info["games"]
+        steps += 1
+        if steps > 120 * (saved + 1) and saved % 2 == (len(envs.actions) in envs.first):
+            others = atari.make_envs(atari.Args(env_id=env_id), 3, life_loss=True)
+            others.load_state_dict(envs.state_dict())
+            np.testing.assert_array_equal(others.obs, envs.obs)
+            assert_same({"games": others.state_dict()}, {"games": envs.state_dict()})
+            saved += 1
+    assert len(set(envs.first)) > 1
+    assert len(envs.actions) < steps
+    with pytest.raises(ValueError, match="3 games, not 2"):
+        atari.make_envs(atari.Args(env_id=env_id), 2).load_state_dict(envs.state_dict())
+
+
+def test_a_checkpoint_leaves_the_games_alone(atari, train, monkeypatch):
+    """They end by themselves only, after which one has a seed of its own if the last seed is old enough."""
+    monkeypatch.setattr(atari.AtariGames, "seed_interval", 40)  # games have 25 steps at most
+    histories, seeds, reset = games(atari, monkeypatch), [], atari.AtariVectorEnv.reset
+
+    def record(envs, **given):
+        seeds.append(given["seed"])
+        return reset(envs, **given)
+
+    monkeypatch.setattr(atari.AtariVectorEnv, "reset", record)
+    train(eval_interval=0, total_timesteps=480, checkpoint_interval=60)
+    assert len(histories[0]) == 1 + 160
+    ends = np.array([entry[3] | entry[4] for entry in histories[0][1:]])
+    expected, since = 3, np.zeros(3, int)
+    for over in ends:
+        since += 1
+        expected += (over & (since >= 40)).sum()
+        since[over & (since >= 40)] = 0
+    assert sum(map(len, seeds)) == expected
+    assert 6 < expected < 3 + ends.sum()
+    assert len(set(np.concatenate(seeds))) == expected
+
+
 @with_n_step_returns
 def test_every_transition_is_learned_from_once(atari, train, monkeypatch):
     """Observations, actions, signs of rewards, ends by a lost life too, values of what was cut off."""
@@ -363,9 +415,12 @@ class Lamp(gym.vector.VectorEnv):
     def __init__(self, num_envs: int):
         self.num_envs, self.envs = num_envs, [self]
 
-    def reset(self, *, seed=None, options=None):
-        self.rng, self.time = np.random.default_rng(seed), 0
-        return self.light(), {"episode_frame_number": np.zeros(self.num_envs, int)}
+    def state_dict(self) -> dict:
+        return {}
+
+    def reset(self, *, seed: int):
+        self.rng, self.time, self.returns = np.random.default_rng(seed), 0, np.zeros(self.num_envs)
+        return self.light(), {}
 
     def light(self) -> np.ndarray:
         self.lit, obs = (
@@ -378,9 +433,11 @@ class Lamp(gym.vector.VectorEnv):
 
     def step(self, actions):
         rewards, self.time = (actions == self.lit).astype(np.int32), self.time + 1
-        ends = np.full(self.num_envs, self.time % 10 == 0)
-        info = {"episode_frame_number": np.full(self.num_envs, self.time % 10)}
-        return self.light(), rewards, ends, np.zeros_like(ends), info
+        self.returns += rewards
+        ends, games = np.full(self.num_envs, self.time % 10 == 0), []
+        if ends[0]:
+            games, self.returns[:] = [(x, 10) for x in self.returns.tolist()], 0
+        return self.light(), rewards, ends, np.zeros_like(ends), {"games": games}
 
 
 def test_learns_what_chance_does_not_reach(atari, train, monkeypatch):

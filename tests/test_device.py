@@ -49,8 +49,9 @@ def run(library: Path, gpu: bool, folder: Path, name: str, arguments: list[str],
 
     class Run(script.Run):
         def end_iteration(self, steps: int, *rest) -> None:
-            for part in self.parts.values():
-                check_device(part, device)
+            for name, part in self.parts.items():
+                if name != "games":  # which are always on the CPU
+                    check_device(part, device)
             if self.global_step + steps >= killed_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             super().end_iteration(steps, *rest)

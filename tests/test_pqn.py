@@ -311,12 +311,12 @@ def test_radam_steps_along_a_gradient_of_limited_norm(train, monkeypatch, anneal
 
     monkeypatch.setattr(torch.optim, "RAdam", RAdam)
     settings = {"num_steps": 5, "num_minibatches": 1, "total_timesteps": 60, "checkpoint_interval": 15}
-    logged = train(**settings, anneal_lr=anneal, max_grad_norm=1e-3)
+    logged = train(**settings, anneal_lr=anneal, max_grad_norm=1e-4)
     left = np.array([1, 0.75, 0.5, 0.25] if anneal else [1] * 4)
     assert rates == pytest.approx(2.5e-4 * left.repeat(2))
     assert [value for _, value in logged["charts/learning_rate"]] == pytest.approx(2.5e-4 * left)
-    assert norms == pytest.approx([1e-3] * 8, rel=1e-3)
-    assert min(value for _, value in logged["losses/grad_norm"]) > 1e-3
+    assert norms == pytest.approx([1e-4] * 8, rel=1e-2)
+    assert min(value for _, value in logged["losses/grad_norm"]) > 1e-4
 
 
 def test_schedule_of_epsilon_survives_a_resume(pqn, train, monkeypatch):
