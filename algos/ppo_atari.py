@@ -25,8 +25,9 @@ from GAE, PPO maximises
     python ppo_atari.py --evaluate runs/RUN --greedy --capture-video    plays whole games for their score
 
 Not in the paper but in OpenAI's code (Huang et al. 2022, "The 37 implementation details of PPO"): orthogonal
-weights, advantages normalised in each minibatch, the value's change clipped as the ratio is, the gradient's
-norm clipped. In neither: a time limit is no end, and what it cuts off is bootstrapped.
+weights, the gradient's norm clipped; and, by flags, advantages normalised in each minibatch and the value's
+change clipped as the ratio is, with which the agent learns later (algos/README.md), as it does with their
+lambda of 0.95. In neither: a time limit is no end, and what it cuts off is bootstrapped.
 
 In training a reward counts by its sign and a lost life as the end of an episode, after which the game goes
 on; every return that is reported is the score of a whole game. A step is an action, which lasts 4 frames.
@@ -69,21 +70,21 @@ class Args:
     """minibatches of one epoch"""
     update_epochs: int = 4
     """passes over each rollout"""
-    learning_rate: float = 2.5e-4
+    learning_rate: float = 5e-4
     """step size of Adam"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 at --total-timesteps"""
     gamma: float = 0.99
     """discount factor"""
-    gae_lambda: float = 0.95
+    gae_lambda: float = 0.65
     """lambda of GAE: 0 gives one-step advantages, 1 multi-step ones"""
-    norm_adv: bool = True
+    norm_adv: bool = False
     """normalise the advantages of each minibatch"""
-    clip_coef: float = 0.1
+    clip_coef: float = 0.2
     """epsilon of the clipped surrogate objective"""
     anneal_clip: bool = True
     """let epsilon fall linearly to 0 at --total-timesteps"""
-    clip_vloss: bool = True
+    clip_vloss: bool = False
     """clip the value function's change by epsilon too"""
     ent_coef: float = 0.01
     """coefficient of the entropy bonus"""

@@ -75,7 +75,7 @@ def test_every_transition_is_learned_from_once_in_each_epoch(ppo_atari, train, m
     histories = games(ppo_atari, monkeypatch)
     passes = record(monkeypatch, ppo_atari.AtariAgent, "forward")
     targets, losses = (record(monkeypatch, ppo_atari, name) for name in ("gae", "ppo_loss"))
-    logged = train(total_timesteps=6 * ROLLOUT, gamma=0.9, gae_lambda=0.8)
+    logged = train(total_timesteps=6 * ROLLOUT, gamma=0.9, gae_lambda=0.8, norm_adv=True)
     history = histories[0]
     actions, obs, rewards, terminated, truncated, infos = (list(x) for x in zip(*history[1:], strict=True))
     observations, done = [history[0][1], *obs], np.array(terminated) | truncated
@@ -135,7 +135,8 @@ def test_every_transition_is_learned_from_once_in_each_epoch(ppo_atari, train, m
     assert logged["values/targets"] == [(6 * ROLLOUT, pytest.approx(np.mean(all_returns), rel=1e-5))]
 
 
-def test_update_is_that_of_stable_baselines3(ppo_atari, train, monkeypatch):
+@pytest.mark.parametrize("norm_adv", [False, True])
+def test_update_is_that_of_stable_baselines3(ppo_atari, train, monkeypatch, norm_adv):
     """Loss, gradient and diagnostics on the same rollout: of the policy that acted, and of the next one."""
     steps = []
 
@@ -153,8 +154,8 @@ def test_update_is_that_of_stable_baselines3(ppo_atari, train, monkeypatch):
     monkeypatch.setattr(torch.optim, "Adam", Adam)
     monkeypatch.setattr(ppo_atari, "make_agent", make_agent)
     losses = record(monkeypatch, ppo_atari, "ppo_loss")
-    settings = {"ent_coef": 0.03, "clip_vloss": False, "learning_rate": 5e-5, "num_minibatches": 1}
-    settings |= {"anneal_clip": False, "total_timesteps": ROLLOUT}
+    settings = {"ent_coef": 0.03, "norm_adv": norm_adv, "learning_rate": 5e-5, "num_minibatches": 1}
+    settings |= {"clip_coef": 0.1, "anneal_clip": False, "total_timesteps": ROLLOUT}
     logged = train(**settings, vf_coef=0.8, max_grad_norm=0.3)
 
     class Still(gym.Env):
@@ -163,7 +164,7 @@ def test_update_is_that_of_stable_baselines3(ppo_atari, train, monkeypatch):
 
     envs, theirs = DummyVecEnv([Still] * NUM_ENVS), {"ent_coef": 0.03, "vf_coef": 0.4, "max_grad_norm": 0.3}
     sizes = {"n_steps": NUM_STEPS, "batch_size": ROLLOUT, "n_epochs": 1, "clip_range": 0.1}
-    peer = PPO("CnnPolicy", envs, **sizes, **theirs, device="cpu")
+    peer = PPO("CnnPolicy", envs, **sizes, **theirs, normalize_advantage=norm_adv, device="cpu")
     peer.lr_schedule = lambda _: 0.0
     layers = [*peer.policy.features_extractor.modules(), peer.policy.action_net, peer.policy.value_net]
     layers = [layer for layer in layers if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear)]
@@ -204,12 +205,12 @@ def test_step_size_and_clip_range_fall_together(ppo_atari, train, monkeypatch, a
 
     monkeypatch.setattr(torch.optim, "Adam", Adam)
     losses = record(monkeypatch, ppo_atari, "ppo_loss")
-    settings = {"num_steps": 5, "num_minibatches": 1, "total_timesteps": 60, "clip_coef": 0.2}
+    settings = {"num_steps": 5, "num_minibatches": 1, "total_timesteps": 60}
     logged = train(**settings, anneal_lr=anneal, anneal_clip=anneal, checkpoint_interval=15)
     left = np.array([1, 0.75, 0.5, 0.25] if anneal else [1] * 4)
-    assert rates == pytest.approx(2.5e-4 * left.repeat(2))
+    assert rates == pytest.approx(5e-4 * left.repeat(2))
     assert [arguments[4] for arguments, _ in losses] == pytest.approx(0.2 * left.repeat(2))
-    for tag, first in (("charts/learning_rate", 2.5e-4), ("charts/clip_coef", 0.2)):
+    for tag, first in (("charts/learning_rate", 5e-4), ("charts/clip_coef", 0.2)):
         assert [value for _, value in logged[tag]] == pytest.approx(first * left)
 
 
