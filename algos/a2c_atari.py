@@ -300,6 +300,7 @@ class AtariGames(AtariVectorEnv):
         return self.obs, reward, *ends, info
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Seeds and indices of the first actions, (num_envs,), and the actions, (steps, num_envs)."""
         actions = np.reshape(self.actions, (-1, self.num_envs)).astype(np.uint8)
         state = {"seeds": self.seeds, "first": self.first, "actions": actions}
         return {name: torch.from_numpy(array) for name, array in state.items()}

@@ -124,7 +124,12 @@ CONTESTS = {
     "a2c_atari": A2C,
     "qcritic_atari": A2C,  # its peer too
     "ppo_atari": atari(
-        EPOCHS | {"update_epochs": 4}, Peer("stable_baselines3.PPO", on_policy, policy="CnnPolicy")
+        EPOCHS | {"update_epochs": 4},
+        Peer(
+            "stable_baselines3.PPO",
+            lambda settings: on_policy(settings) | {"normalize_advantage": False},
+            policy="CnnPolicy",
+        ),
     ),
     # Its own defaults, but for a buffer that would take 56 GB, and for what it waits before it learns.
     "pqn_atari": atari(

@@ -48,12 +48,14 @@ def test_every_generator_is_seeded_anew_at_each_checkpoint(name, tmp_path, monke
 
     monkeypatch.setattr(script.Run, "seed", seed)
     script.train(script.Args(**RUNS[name] | {"eval_interval": 0}, run_dir=tmp_path / "run"))
+    own = {0, 1}
     if name.endswith("_atari"):
         del seeds[0, 0]  # of the games, which go on
+        own = {1}
     steps = {step for step, _ in seeds}
     streams = {stream for _, stream in seeds}
     assert len(steps) > 1
-    assert 1 in streams
+    assert streams >= own
     assert seeds.keys() == {(step, stream) for step in steps for stream in streams}
     assert len(set(seeds.values())) == len(seeds)
 
