@@ -61,8 +61,6 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
     breakout = ends(runs("breakout", script="a2c_atari"))
     assert {*breakout[:, 0]} == {10_000_000}
     pqn = runs("pqn_settings", num_minibatches=8)
-    ppo = [run for grid in ("ppo_atari_settings", "ppo_atari") for run in runs(grid)]
-    (pong,) = ends(runs("ppo_atari"))
     lake = runs("qlearning", env_id="FrozenLake-v1", map_name=None)
     headlines = {
         "ppo_continuous": f"HalfCheetah-v4, 1M steps: {final_return(cheetah, 0)}",
@@ -70,8 +68,7 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
         "crossq_continuous": "after 300,000 steps "
         f"HalfCheetah-v4 {final_return(crossq[0], 0)}, Walker2d-v4 {final_return(crossq[1], 0)} "
         f"({len(crossq[0])} seeds each)",
-        "ppo_atari": f"Pong, with OpenAI's settings and a clip range of 0.2: {steps_to_18(ppo)}; "
-        f"{pong[1]:.1f} after {pong[0] / 1e6:.0f}M (1 run)",
+        "ppo_atari": f"Pong: {steps_to_18(runs('ppo_pong'))}",
         "pqn_atari": f"Pong: {steps_to_18(pqn)}; {final_return(pqn, 1)} after 1.9M",
         "a2c_atari": f"Pong: {steps_to_18(a2c)}; {whole[1]:.1f} after {whole[0] / 1e6:.0f}M (1 run); "
         f"Breakout: {' and '.join(f'{score:.0f}' for score in sorted(breakout[:, 1]))} after 10M (2 runs)",
