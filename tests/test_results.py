@@ -68,7 +68,7 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
         "crossq_continuous": "after 300,000 steps "
         f"HalfCheetah-v4 {final_return(crossq[0], 0)}, Walker2d-v4 {final_return(crossq[1], 0)} "
         f"({len(crossq[0])} seeds each)",
-        "ppo_atari": f"Pong: {steps_to_18(runs('ppo_pong'))}",
+        "ppo_atari": f"Pong: {steps_to_18(runs('ppo_pong'))}; a third, not finished, has not after 2.5M",
         "pqn_atari": f"Pong: {steps_to_18(pqn)}; {final_return(pqn, 1)} after 1.9M",
         "a2c_atari": f"Pong: {steps_to_18(a2c)}; {whole[1]:.1f} after {whole[0] / 1e6:.0f}M (1 run); "
         f"Breakout: {' and '.join(f'{score:.0f}' for score in sorted(breakout[:, 1]))} after 10M (2 runs)",
