@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 from functools import partial
 
 import matplotlib
@@ -38,6 +39,8 @@ def render(figure: Figure, title: str, footer: str) -> bytes:
         label: handle for handles, labels in legends for handle, label in zip(handles, labels, strict=True)
     }
     columns = max(1, 150 // (max(map(len, lines)) + 10))
+    rows = math.ceil(len(lines) / columns)
+    figure.set_figheight(figure.get_figheight() + 0.17 * max(0, rows - 4))  # beside a long legend
     style = {"alignment": "left", "title_fontproperties": {"weight": "bold"}}
     figure.legend(lines.values(), lines, loc="outside upper left", ncols=columns, title=title, **style)
     figure.supxlabel(footer, x=0.005, ha="left", fontsize=6.5, color="0.3")

@@ -60,6 +60,7 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
     (whole,) = ends(runs("pong_10m"))
     breakout = ends(runs("breakout", script="a2c_atari"))
     assert {*breakout[:, 0]} == {10_000_000}
+    (tunnel,) = ends(runs("breakout", script="ppo_atari", gae_lambda=0.65))
     pqn = runs("pqn_settings", num_minibatches=8)
     lake = runs("qlearning", env_id="FrozenLake-v1", map_name=None)
     headlines = {
@@ -68,7 +69,8 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
         "crossq_continuous": "after 300,000 steps "
         f"HalfCheetah-v4 {final_return(crossq[0], 0)}, Walker2d-v4 {final_return(crossq[1], 0)} "
         f"({len(crossq[0])} seeds each)",
-        "ppo_atari": f"Pong: {steps_to_18(runs('ppo_pong'))}; a third, not finished, has not after 2.5M",
+        "ppo_atari": f"Pong: {steps_to_18(runs('ppo_pong'))}, a third, not finished, after 3.0M; "
+        f"Breakout: {tunnel[1]:.0f} after {tunnel[0] / 1e6:.0f}M (1 run)",
         "pqn_atari": f"Pong: {steps_to_18(pqn)}; {final_return(pqn, 1)} after 1.9M",
         "a2c_atari": f"Pong: {steps_to_18(a2c)}; {whole[1]:.1f} after {whole[0] / 1e6:.0f}M (1 run); "
         f"Breakout: {' and '.join(f'{score:.0f}' for score in sorted(breakout[:, 1]))} after 10M (2 runs)",
@@ -90,10 +92,17 @@ def test_committed_cheetahs_run(tmp_path, algorithm, score):
     assert float(re.search(r"mean ([\d.]+)", played.stdout)[1]) > score
 
 
-@pytest.mark.parametrize(("game", "score"), [("Pong", 10), ("SpaceInvaders", 300)])
-def test_committed_atari_players_score(tmp_path, game, score):
-    """A random policy loses Pong by 20 points, and makes about 150 in SpaceInvaders."""
-    model = RESULTS / "a2c" / f"{game}NoFrameskip-v4.pt"
-    played = run_script("a2c_atari", "--evaluate", model, "--eval-episodes", 2, cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("script", "model", "score"),
+    [
+        ("a2c_atari", "a2c/PongNoFrameskip-v4.pt", 10),
+        ("a2c_atari", "a2c/SpaceInvadersNoFrameskip-v4.pt", 300),
+        ("ppo_atari", "breakout/BreakoutNoFrameskip-v4.pt", 100),
+    ],
+)
+def test_committed_atari_players_score(tmp_path, script, model, score):
+    """A random policy loses Pong by 20 points, makes about 150 in SpaceInvaders and 1 in Breakout."""
+    model = RESULTS / model
+    played = run_script(script, "--evaluate", model, "--eval-episodes", 2, cwd=tmp_path)
     assert played.returncode == 0, played.stderr
     assert float(re.search(r"mean (-?[\d.]+)", played.stdout)[1]) > score
