@@ -149,7 +149,8 @@ def section(
             named, near = curves(learning), [run for run in others if run.env_id == env_id]
             drawn = curves([*learning, *near])
             figures[f"{slug}.png"] = learning_figure(drawn, args.x, below)
-            if near or len({run.script for run in learning}) > 1:
+            several = len({run.script for run in learning}) > 1
+            if near or (several and all("hours" in run.progress for run in learning)):
                 figures[f"{slug}-hours.png"] = learning_figure(drawn, "hours", below)
             learned += named.items()
             finals += [rows.final_row(name, seeds, full=True) for name, seeds in named.items()]
