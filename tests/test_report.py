@@ -296,6 +296,7 @@ def test_what_is_said_of_a_grid_and_the_curves_of_another_stand_in_its_section(p
         ("a", "sac", "Swimmer-v4"),
         ("b", "ppo", "Swimmer-v4"),
         ("b", "ppo", "Ant-v4"),
+        ("b", "sac", "Ant-v4"),
     ):
         returns = {1000: [1], 2000: [2]}
         folder = tmp_path / f"results/{grid}/{script}__{env_id}"
@@ -312,11 +313,12 @@ def test_what_is_said_of_a_grid_and_the_curves_of_another_stand_in_its_section(p
     assert [(set(named), axis) for named, axis in drawn] == [
         ({"ppo", "sac"}, "auto"),
         ({"ppo", "sac"}, "hours"),
-        ({"ppo"}, "auto"),
+        ({"ppo", "sac"}, "auto"),
+        ({"ppo", "sac"}, "hours"),
         ({"ppo"}, "auto"),
     ]
     html = (tmp_path / "out/report.html").read_text()
-    assert html.count('src="data:image/png;base64,iVBOR') == 4
+    assert html.count('src="data:image/png;base64,iVBOR') == 5
     assert "figures/" not in html.replace("figure:", "")
     assert "<em>neither</em>" in html
 
