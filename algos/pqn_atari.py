@@ -407,16 +407,16 @@ def train(args: Args) -> None:
         optimizer.param_groups[0]["lr"] = learning_rate
         epsilon = exploration(run.global_step, args)
 
-        # Collect, into tensors made before: those of each step would cut up the heap (0.3 GB more).
-        values, q_taken, bootstraps = torch.zeros((3, *shape), device=device)
-        actions = torch.empty(shape, dtype=torch.int64, device=device)
-        episodes = []
+        # Collect.
+        actions, values, q_taken, episodes = [], [], [], []
+        bootstraps = torch.zeros(shape, device=device)
         with torch.no_grad():
             for t in range(args.num_steps):
                 obs_by_step[t] = torch.from_numpy(obs)
                 q_values = actor(obs_by_step[t])
-                actions[t], values[t] = explore(q_values, epsilon, rng), q_values.amax(-1)
-                q_taken[t] = q_values.gather(-1, actions[t].unsqueeze(-1)).squeeze(-1)
+                actions.append(explore(q_values, epsilon, rng))
+                values.append(q_values.amax(-1))
+                q_taken.append(q_values.gather(-1, actions[t].unsqueeze(-1)).squeeze(-1))
                 obs, reward, terminated_buffer[t], truncated, info = envs.step(actions[t].cpu().numpy())
                 reward_buffer[t], done_buffer[t] = np.sign(reward), terminated_buffer[t] | truncated
                 if truncated.any():  # then not terminated, says ale-py
@@ -429,9 +429,9 @@ def train(args: Args) -> None:
         # Compute targets. Within an episode, a step leads to what the next one sees.
         buffers = (reward_buffer, terminated_buffer, done_buffer)
         rewards, terminated, done = (torch.as_tensor(buffer, device=device) for buffer in buffers)
-        next_values = torch.where(done, bootstraps, torch.cat([values[1:], last_values.unsqueeze(0)]))
+        next_values = torch.where(done, bootstraps, torch.stack([*values[1:], last_values]))
         returns = q_lambda_returns(rewards, next_values, terminated, done, args.gamma, args.q_lambda)
-        actions, targets = actions.flatten(), returns.flatten()
+        actions, targets = torch.cat(actions), returns.flatten()
 
         # Update.
         losses, norms = [], []
@@ -448,7 +448,7 @@ def train(args: Args) -> None:
         scalars = {
             "losses/td_loss": torch.stack(losses),
             "losses/grad_norm": torch.stack(norms),
-            "values/predictions": q_taken,
+            "values/predictions": torch.cat(q_taken),
             "values/targets": targets,
             "charts/learning_rate": learning_rate,
             "charts/epsilon": epsilon,
