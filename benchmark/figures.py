@@ -112,16 +112,18 @@ def sweep_figure(lines: dict[str, pd.DataFrame], runs: list[Record], setting: st
     values = sorted({value for curve in lines.values() for value in curve.index})
     place = float if values[0] > 0 else values.index
     for i, (name, curve) in enumerate(lines.items()):
-        label = ", ".join(filter(None, [name, f"{curve['seeds'].min()} seeds for each value"]))
+        label = ", ".join(filter(None, [name, f"seeds for each value: {curve['seeds'].min()}"]))
         x = [place(value) for value in curve.index]
         ax.plot(x, curve["mean"], marker="o", ms=3, color=COLOURS[i % 7], label=label)
         ax.fill_between(x, curve["low"], curve["high"], color=COLOURS[i % 7], alpha=0.2, lw=0)
-        best = curve["mean"].idxmax()
-        star = {"marker": "*", "ms": 11, "ls": "", "label": f"best: {best:g}"}
-        ax.plot(place(best), curve["mean"][best], color=COLOURS[i % 7], **star)
+        if len(curve) > 1:
+            best = curve["mean"].idxmax()
+            star = {"marker": "*", "ms": 11, "ls": "", "label": f"best: {best:g}"}
+            ax.plot(place(best), curve["mean"][best], color=COLOURS[i % 7], **star)
     draw_references(ax, runs)
     if place is float:
-        ax.set_xscale("log")
+        if values[-1] > 10 * values[0]:
+            ax.set_xscale("log")
         ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     else:
         ax.set_xticks(range(len(values)), [f"{value:,g}" for value in values])

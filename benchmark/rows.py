@@ -154,6 +154,8 @@ def sweep_line(name: str, curve: pd.DataFrame, env_id: str, setting: str) -> str
     )
     near = [f"{other:g}" for other in curve.index[curve["high"] >= curve["low"][best]] if other != best]
     where, others = ", ".join(filter(None, [env_id, name])), f"those of {', '.join(near)}"
+    if len(curve) == 1:
+        return f"- {where}: with `{setting}` **{best:g}** {value} ({low} to {high})."
     return (
         f"- {where}: of {len(curve)} values of `{setting}` the best is **{best:g}**, with {value} "
         f"({low} to {high}). Its interval overlaps {others if near else 'no other'}."

@@ -139,7 +139,9 @@ def test_sweep(runs, page, tmp_path):
     returns = {0.01: (1, 3), 0.1: (8, 12), 0.5: (7, 9), 1.0: (0, 4)}
     for alpha, means in returns.items():
         for seed, value in enumerate(means):
-            write_run(tmp_path / f"grid/{alpha}-{seed}", {1: [0], 2: [value]}, seed=seed, alpha=alpha)
+            write_run(
+                tmp_path / f"grid/{alpha}-{seed}", {1: [0], 2: [value]}, seed=seed, alpha=alpha, gamma=0.9
+            )
     assert swept_setting(runs("grid")) == "alpha"
     curve = estimates.sweep_curve(runs("grid"), "alpha")
     assert curve["mean"].to_dict() == {0.01: 2, 0.1: 10, 0.5: 8, 1: 2}
@@ -148,6 +150,8 @@ def test_sweep(runs, page, tmp_path):
     assert "of 4 values of `alpha` the best is **0.1**, with 10.0 (8.0 to 12.0)" in text
     assert "Its interval overlaps those of 0.5." in text
     assert (tmp_path / "out/figures/grid-Swimmer-v4-ppo_continuous-alpha.png").exists()
+    write_run(tmp_path / "grid/other", {1: [0], 2: [5]}, gamma=0.5, alpha=0.1)  # of one value none is best
+    assert "gamma 0.5: with `alpha` **0.1** 5.000 (5.000 to 5.000)." in page("grid")
 
 
 def test_two_values_are_curves_and_no_sweep(runs, tmp_path):
