@@ -122,7 +122,7 @@ def sweep_figure(lines: dict[str, pd.DataFrame], runs: list[Record], setting: st
             ax.plot(place(best), curve["mean"][best], color=COLOURS[i % 7], **star)
     draw_references(ax, runs)
     if place is float:
-        if values[-1] > 10 * values[0]:
+        if values[-1] > 10 * values[0]:  # else a logarithmic axis would have one label or none
             ax.set_xscale("log")
         ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     else:
