@@ -62,6 +62,7 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
     assert {*breakout[:, 0]} == {10_000_000}
     pong = runs("ppo_pong", ent_coef=0.01)
     longest = max(ends(pong), key=lambda end: end[0])
+    (low_entropy,) = ends(runs("ppo_pong", ent_coef=0.001))
     (tunnel,) = ends(runs("breakout", script="ppo_atari", gae_lambda=0.65))
     pqn = runs("pqn_settings", num_minibatches=8)
     lake = runs("qlearning", env_id="FrozenLake-v1", map_name=None)
@@ -71,7 +72,8 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
         "crossq_continuous": "after 300,000 steps "
         f"HalfCheetah-v4 {final_return(crossq[0], 0)}, Walker2d-v4 {final_return(crossq[1], 0)} "
         f"({len(crossq[0])} seeds each)",
-        "ppo_atari": f"Pong: {steps_to_18(pong)}; {longest[1]:.1f} after {longest[0] / 1e6:.0f}M (1 run); "
+        "ppo_atari": f"Pong: {steps_to_18(pong)}; {longest[1]:.1f} after {longest[0] / 1e6:.0f}M (1 run), "
+        f"{low_entropy[1]:.1f} after {low_entropy[0] / 1e6:.2f}M with `--ent-coef 0.001` (1 run); "
         f"Breakout: {tunnel[1]:.0f} after {tunnel[0] / 1e6:.0f}M (1 run)",
         "pqn_atari": f"Pong: {steps_to_18(pqn)}; {final_return(pqn, 1)} after 1.9M",
         "a2c_atari": f"Pong: {steps_to_18(a2c)}; {whole[1]:.1f} after {whole[0] / 1e6:.0f}M (1 run); "
