@@ -255,7 +255,7 @@ def gae(
 class Rollout(NamedTuple):
     """A rollout, or a part of it."""
 
-    obs: Tensor  # (batch, ...), as the agent takes them; pictures with the channels last
+    obs: Tensor  # (batch, ...), as the agent takes them
     actions: Tensor  # (batch, ...), as the policy drew them
     log_probs: Tensor  # (batch,), as all that follow; of the policy that acted
     values: Tensor
@@ -425,10 +425,11 @@ def train(args: Args) -> None:
     run = Run(args, log_interval=5_000, agent=agent, optimizer=optimizer, games=envs)
     # Observations as bytes, in the order in which the network wants them: once, and not in each epoch. With
     # the channels last in the shape too, index_select copies whole pictures: in a seventh of the time.
-    channels, *picture = envs.single_observation_space.shape
-    obs_buffer = torch.empty((batch_size, *picture, channels), dtype=torch.uint8, device=device)
-    obs_by_step = obs_buffer.permute(0, 3, 1, 2).unflatten(0, shape)
-    learner = graphed(agent, obs_by_step.flatten(0, 1)[: batch_size // args.num_minibatches])
+    channels, *size = envs.single_observation_space.shape
+    obs_buffer = torch.empty((batch_size, *size, channels), dtype=torch.uint8, device=device)
+    pictures = obs_buffer.permute(0, 3, 1, 2)  # as the agent takes them
+    obs_by_step = pictures.unflatten(0, shape)
+    learner = graphed(agent, pictures[: batch_size // args.num_minibatches])
     with torch.no_grad():
         actor = graphed(agent, obs_by_step[0])
     reward_buffer = np.zeros(shape, np.float32)
@@ -477,10 +478,11 @@ def train(args: Args) -> None:
             order = torch.randperm(batch_size, generator=rng, device=device)
             for indices in order.chunk(args.num_minibatches):
                 batch = Rollout(*(x.index_select(0, indices) for x in rollout))
+                batch = batch._replace(obs=batch.obs.permute(0, 3, 1, 2))
                 if args.norm_adv:
                     scale, center = torch.std_mean(batch.advantages)
                     batch = batch._replace(advantages=(batch.advantages - center) / (scale + 1e-8))
-                logits, values = learner(batch.obs.permute(0, 3, 1, 2))
+                logits, values = learner(batch.obs)
                 log_probs, entropies = log_probs_and_entropies(logits, batch.actions)
                 log_ratio, entropy = log_probs - batch.log_probs, entropies.mean()
                 losses = ppo_loss(log_ratio, values.squeeze(-1), entropy, batch, clip_coef, args)

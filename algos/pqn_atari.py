@@ -399,10 +399,11 @@ def train(args: Args) -> None:
     run = Run(args, log_interval=5_000, agent=agent, optimizer=optimizer, games=envs)
     # Observations as bytes, in the order in which the network wants them: once, and not in each epoch. With
     # the channels last in the shape too, index_select copies whole pictures: in a seventh of the time.
-    channels, *picture = envs.single_observation_space.shape
-    obs_buffer = torch.empty((batch_size, *picture, channels), dtype=torch.uint8, device=device)
-    obs_by_step = obs_buffer.permute(0, 3, 1, 2).unflatten(0, shape)
-    learner = graphed(agent, obs_by_step.flatten(0, 1)[: batch_size // args.num_minibatches])
+    channels, *size = envs.single_observation_space.shape
+    obs_buffer = torch.empty((batch_size, *size, channels), dtype=torch.uint8, device=device)
+    pictures = obs_buffer.permute(0, 3, 1, 2)  # as the agent takes them
+    obs_by_step = pictures.unflatten(0, shape)
+    learner = graphed(agent, pictures[: batch_size // args.num_minibatches])
     with torch.no_grad():
         actor = graphed(agent, obs_by_step[0])
     reward_buffer = np.zeros(shape, np.float32)
