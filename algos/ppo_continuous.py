@@ -257,7 +257,7 @@ def gae(
 class Rollout(NamedTuple):
     """A rollout, or a part of it."""
 
-    obs: Tensor  # (batch, ...), as the agent takes them
+    obs: Tensor  # (batch, ...), in a minibatch as the agent takes them
     actions: Tensor  # (batch, ...), as the policy drew them
     log_probs: Tensor  # (batch,), as all that follow; of the policy that acted
     values: Tensor
