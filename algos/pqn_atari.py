@@ -246,6 +246,18 @@ def q_lambda_returns(
     return discounted_cumsum(x.flip(0), gamma * weights.flip(0), next_values[-1]).flip(0)
 
 
+def rectification(update: int, beta2: float = 0.999) -> float:
+    """What RAdam multiplies Adam's step size by, rising to 1 (Liu et al. 2020, arXiv 1908.03265).
+
+    update: its number, from 1. In the first five it is 0, since so few gradients tell little of their mean
+    square, by whose root Adam divides; RAdam itself steps there, but does not divide.
+    """
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * update * beta2**update / (1 - beta2**update)  # of the mean, in gradients
+    rectified = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+    return math.sqrt(rectified) if length > 5 else 0.0
+
+
 def td_loss(q_values: Tensor, actions: Tensor, targets: Tensor) -> Tensor:
     """Mean squared error of q_values (batch, num_actions) at actions (batch,), from targets (batch,)."""
     return F.mse_loss(q_values.gather(-1, actions.unsqueeze(-1)).squeeze(-1), targets)
@@ -395,7 +407,8 @@ def train(args: Args) -> None:
     device = prepare(args)
     envs = make_envs(args, args.num_envs, life_loss=True)
     agent = make_agent(args, envs).to(device)
-    optimizer = torch.optim.RAdam(agent.parameters())
+    # With a factor for its step size this is RAdam, which PyTorch does not fuse: in a sixth of the time.
+    optimizer = torch.optim.Adam(agent.parameters(), fused=True)
     run = Run(args, log_interval=5_000, agent=agent, optimizer=optimizer, games=envs)
     # Observations as bytes, in the order in which the network wants them: once, and not in each epoch. With
     # the channels last in the shape too, index_select copies whole pictures: in a seventh of the time.
@@ -413,7 +426,7 @@ def train(args: Args) -> None:
         if run.fresh:  # at the start and after each checkpoint: so a resumed run has nothing to restore here
             rng = torch.Generator(device).manual_seed(run.seed(1))
         learning_rate = args.learning_rate * (1 - run.progress if args.anneal_lr else 1)
-        optimizer.param_groups[0]["lr"] = learning_rate
+        update = run.global_step // batch_size * args.update_epochs * args.num_minibatches
         epsilon = exploration(run.global_step, args)
 
         # Collect.
@@ -452,6 +465,8 @@ def train(args: Args) -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 norms.append(nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm))
+                update += 1
+                optimizer.param_groups[0]["lr"] = learning_rate * rectification(update)
                 optimizer.step()
                 losses.append(loss.detach())
 

@@ -141,7 +141,6 @@ CONTESTS = {
             num_envs=1,
         ),
         "AtariQNetwork",
-        "RAdam",
     ),
     "reinforce_cartpole": Contest(
         env_ids=("CartPole-v1",),
