@@ -45,7 +45,7 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -208,6 +208,34 @@ class AtariQNetwork(AtariNetwork):
         return self.critic(self.features(obs))
 
 
+class RAdam(torch.optim.Adam):
+    """Rectified Adam, arXiv 1908.03265, by PyTorch's fused Adam: in a sixth of the time of PyTorch's RAdam.
+
+    It is Adam with a factor for the step size, which rises to 1 as the mean of squares comes to be of more
+    gradients. In the first five updates these are too few, and a step is not divided by its root.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        super().__init__(parameters, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        group = self.param_groups[0]
+        group["update"] = update = group.get("update", 0) + 1
+        learning_rate, (beta1, beta2) = group["lr"], group["betas"]
+        longest = 2 / (1 - beta2) - 1
+        length = longest - 2 * update * beta2**update / (1 - beta2**update)  # of the mean, in gradients
+        divided = length > 5
+        rectified = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        group["lr"] = learning_rate * math.sqrt(rectified) if divided else 0.0
+        super().step()
+        group["lr"] = learning_rate
+        if not divided:
+            for parameter in group["params"]:
+                mean = self.state[parameter]["exp_avg"]
+                parameter.sub_(mean, alpha=learning_rate / (1 - beta1**update))
+
+
 def exploration(step: int, args: Args) -> float:
     """Epsilon, the probability of a random action, at an environment step of the run."""
     duration = args.exploration_fraction * args.total_timesteps
@@ -244,18 +272,6 @@ def q_lambda_returns(
     weights = lam * (~done).to(rewards.dtype)  # of the next step's target; the rest is for its value
     x = rewards + gamma * (1 - weights) * next_values * ~terminated
     return discounted_cumsum(x.flip(0), gamma * weights.flip(0), next_values[-1]).flip(0)
-
-
-def rectification(update: int, beta2: float = 0.999) -> float:
-    """What RAdam multiplies Adam's step size by, rising to 1 (Liu et al. 2020, arXiv 1908.03265).
-
-    update: its number, from 1. In the first five it is 0, since so few gradients tell little of their mean
-    square, by whose root Adam divides; RAdam itself steps there, but does not divide.
-    """
-    longest = 2 / (1 - beta2) - 1
-    length = longest - 2 * update * beta2**update / (1 - beta2**update)  # of the mean, in gradients
-    rectified = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-    return math.sqrt(rectified) if length > 5 else 0.0
 
 
 def td_loss(q_values: Tensor, actions: Tensor, targets: Tensor) -> Tensor:
@@ -407,8 +423,7 @@ def train(args: Args) -> None:
     device = prepare(args)
     envs = make_envs(args, args.num_envs, life_loss=True)
     agent = make_agent(args, envs).to(device)
-    # With a factor for its step size this is RAdam, which PyTorch does not fuse: in a sixth of the time.
-    optimizer = torch.optim.Adam(agent.parameters(), fused=True)
+    optimizer = RAdam(agent.parameters())
     run = Run(args, log_interval=5_000, agent=agent, optimizer=optimizer, games=envs)
     # Observations as bytes, in the order in which the network wants them: once, and not in each epoch. With
     # the channels last in the shape too, index_select copies whole pictures: in a seventh of the time.
@@ -426,7 +441,7 @@ def train(args: Args) -> None:
         if run.fresh:  # at the start and after each checkpoint: so a resumed run has nothing to restore here
             rng = torch.Generator(device).manual_seed(run.seed(1))
         learning_rate = args.learning_rate * (1 - run.progress if args.anneal_lr else 1)
-        update = run.global_step // batch_size * args.update_epochs * args.num_minibatches
+        optimizer.param_groups[0]["lr"] = learning_rate
         epsilon = exploration(run.global_step, args)
 
         # Collect.
@@ -465,8 +480,6 @@ def train(args: Args) -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 norms.append(nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm))
-                update += 1
-                optimizer.param_groups[0]["lr"] = learning_rate * rectification(update)
                 optimizer.step()
                 losses.append(loss.detach())
 
