@@ -71,6 +71,9 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
     wall = runs("breakout", script="pqn_atari", num_minibatches=8)
     wall.sort(key=lambda run: run.mean_returns().iloc[-1])
     in_training = [run.at("charts/return_mean_100", run.mean_returns().index[-1]) for run in wall]
+    (invaders,) = runs("pqn", env_id="SpaceInvadersNoFrameskip-v4")
+    ((last_step, invaders_end),) = ends([invaders])
+    assert 10_000_000 <= last_step < 10_100_000
     lake = runs("qlearning", env_id="FrozenLake-v1", map_name=None)
     headlines = {
         "ppo_continuous": f"HalfCheetah-v4, 1M steps: {final_return(cheetah, 0)}",
@@ -83,7 +86,9 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
         f"Breakout: {two_returns(runs('breakout', script='ppo_atari', gae_lambda=0.65))}",
         "pqn_atari": f"Pong: {steps_to_18(pqn)}; {final_return(pqn, 1)} after 1.9M; "
         f"Breakout: {two_returns(wall)}, the last 100 games in training "
-        + " and ".join(f"{score:.0f}" for score in in_training),
+        + " and ".join(f"{score:.0f}" for score in in_training)
+        + f"; SpaceInvaders: {invaders_end:,.0f} after 10M (1 run), "
+        f"in training {invaders.at('charts/return_mean_100', last_step):,.0f}",
         "a2c_atari": f"Pong: {steps_to_18(a2c)}; {whole[1]:.1f} after {whole[0] / 1e6:.0f}M (1 run); "
         f"Breakout: {two_returns(runs('breakout', script='a2c_atari'))}",
         "qcritic_atari": f"Pong: {steps_to_18(runs('pong', script='qcritic_atari'))}",
