@@ -119,7 +119,8 @@ def section(
     runs, figures = grids[grid.name], {}
     others = [run for name in grid.beside for run in grids.get(name, [])]
     folders = ", ".join(sorted({str(grid_of(run.folder, run.env_id)) for run in runs}))
-    with_them = "".join(f"; those of {name} beside" for name in [*grid.beside, *filter(None, [grid.origin])])
+    names = ", ".join([*grid.beside, *filter(None, [grid.origin])])
+    with_them = f"; beside: {names}" if names else ""
     sweeps, finals, times, improvements, citations, learned = [], [], [], [], [], []
 
     def footer(source: str) -> str:
