@@ -129,6 +129,10 @@ def settings(args: Args, script: ModuleType, atari: bool) -> dict:
         case ("dqn", "zoo") if atari:
             dqn = {"buffer_size": 100_000, "learning_starts": 100_000, "target_update_interval": 1000}
             return dqn | {"exploration_final_eps": 0.01}
+        case ("dqn", "") if atari:  # holds what its own in 56 GB would
+            timeouts = {"handle_timeout_termination": False}  # which it cannot beside the following
+            dqn = {"optimize_memory_usage": True, "replay_buffer_kwargs": timeouts}
+            return dqn | {"buffer_size": min(1_000_000, args.total_timesteps)}
     return {}
 
 
