@@ -8,6 +8,7 @@ of algos/a2c_atari.py. What learns is Stable-Baselines3, with
 
     its own defaults    unlike the scripts it normalises neither observations nor rewards and keeps its step
                         size; PPO has 64-64 networks and log standard deviations that start at 0;
+                        on Atari DQN's buffer holds 100,000 steps, not a million;
     --zoo               what the RL Zoo tuned: PPO on HalfCheetah (observations and rewards normalised), A2C
                         on Atari (epsilon inside RMSprop's root), SAC on MuJoCo, DQN on CartPole and Atari;
     --same-settings     what the scripts have by default, for PPO, SAC and A2C: their networks (PPO's of
@@ -129,10 +130,8 @@ def settings(args: Args, script: ModuleType, atari: bool) -> dict:
         case ("dqn", "zoo") if atari:
             dqn = {"buffer_size": 100_000, "learning_starts": 100_000, "target_update_interval": 1000}
             return dqn | {"exploration_final_eps": 0.01}
-        case ("dqn", "") if atari:  # holds what its own in 56 GB would
-            timeouts = {"handle_timeout_termination": False}  # which it cannot beside the following
-            dqn = {"optimize_memory_usage": True, "replay_buffer_kwargs": timeouts}
-            return dqn | {"buffer_size": min(1_000_000, args.total_timesteps)}
+        case ("dqn", "") if atari:
+            return {"buffer_size": 100_000}  # a million steps take 56 GB
     return {}
 
 

@@ -68,6 +68,9 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
     longest = max(ends(pong), key=lambda end: end[0])
     (low_entropy,) = ends(runs("ppo_pong", ent_coef=0.001))
     pqn = runs("pqn_settings", num_minibatches=8)
+    (pqn_whole,) = runs("pqn", env_id="PongNoFrameskip-v4", num_minibatches=8)
+    ((last_step, pqn_end),) = ends([pqn_whole])
+    assert 10_000_000 <= last_step < 10_100_000
     wall = runs("breakout", script="pqn_atari", num_minibatches=8)
     wall.sort(key=lambda run: run.mean_returns().iloc[-1])
     in_training = [run.at("charts/return_mean_100", run.mean_returns().index[-1]) for run in wall]
@@ -84,7 +87,8 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
         "ppo_atari": f"Pong: {steps_to_18(pong)}; {longest[1]:.1f} after {longest[0] / 1e6:.0f}M (1 run), "
         f"{low_entropy[1]:.1f} after {low_entropy[0] / 1e6:.2f}M with `--ent-coef 0.001` (1 run); "
         f"Breakout: {two_returns(runs('breakout', script='ppo_atari', gae_lambda=0.65))}",
-        "pqn_atari": f"Pong: {steps_to_18(pqn)}; {final_return(pqn, 1)} after 1.9M; "
+        "pqn_atari": f"Pong: {steps_to_18([*pqn, pqn_whole])}; {final_return(pqn, 1)} after 1.9M (3 runs), "
+        f"{pqn_end:.1f} after 10M (1 run); "
         f"Breakout: {two_returns(wall)}, the last 100 games in training "
         + " and ".join(f"{score:.0f}" for score in in_training)
         + f"; SpaceInvaders: {invaders_end:,.0f} after 10M (1 run), "
