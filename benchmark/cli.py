@@ -15,15 +15,17 @@ def error(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def parse(cls: type, description: str | None = None, arguments: list[str] | None = None) -> Any:
-    """The arguments, or the command line's, as an instance of a dataclass.
+def parse(
+    cls: type, description: str | None = None, arguments: list[str] | None = None, default: Any = None
+) -> Any:
+    """The arguments, or the command line's, as an instance of a dataclass; default has what they do not say.
 
     What tyro has to say of bad ones it puts in a box; here it is one line.
     """
-    output = io.StringIO()
+    output, defaults = io.StringIO(), {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(output):
-            return tyro.cli(cls, args=arguments, description=description)
+            return tyro.cli(cls, args=arguments, description=description, **defaults)
     except SystemExit as stopped:
         if stopped.code:
             error(re.sub(r"[^ -~]+", " ", output.getvalue()))

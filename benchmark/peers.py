@@ -18,10 +18,11 @@ of algos/a2c_atari.py. What learns is Stable-Baselines3, with
     --classic-settings  the same with PPO's settings of benchmark/grids/ppo_classic.toml.
 
 Atari: 16 games for PPO and A2C; as in the scripts a lost life ends an episode for the learner alone, which
-sees the signs of the rewards. DQN is evaluated greedily, whatever --greedy says. A run is not saved, and
-cannot be resumed.
+sees the signs of the rewards. DQN is evaluated greedily, whatever --greedy says. With --checkpoint-interval a
+run can be resumed, replay buffer included, but does not end with the bits of one that was never stopped.
 """
 
+import argparse
 import importlib.metadata
 import math
 import signal
@@ -29,7 +30,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar, Literal
@@ -40,7 +41,7 @@ import numpy as np
 import torch
 from cli import error, parse
 from contests import on_policy
-from results_store import add_to_config
+from results_store import add_to_config, is_resumable, read_config
 from scripts import ALGOS, load_script
 from stable_baselines3 import A2C, DQN, PPO, SAC
 from stable_baselines3.common.base_class import BaseAlgorithm
@@ -86,13 +87,16 @@ class Args:
     """PPO's settings of benchmark/grids/ppo_classic.toml instead of Stable-Baselines3's defaults"""
     hidden_size: int = 256
     """units in each of the two layers of PPO's networks, unless they are --zoo's or the defaults"""
+    checkpoint_interval: int = 2**32
+    """environment steps between checkpoints, each as large as the replay buffer; by default there are none"""
+    stop_at_return: float | None = None
+    """end training once the mean return of an evaluation reaches this"""
+    resume: Path | None = None
+    """run folder to go on with, under its own settings; flags given beside this one override them"""
     # What a script has beside these.
     device: ClassVar[str] = "cpu"
-    checkpoint_interval: ClassVar[float] = math.inf
-    stop_at_return: ClassVar[None] = None
     capture_video: ClassVar[bool] = False
     track: ClassVar[bool] = False
-    resume: ClassVar[None] = None
 
 
 def settings(args: Args, script: ModuleType, atari: bool) -> dict:
@@ -202,8 +206,8 @@ class Watch(BaseCallback):
 
     def _on_rollout_start(self) -> None:
         run, step, episodes = self.run, self.num_timesteps, self.envs.episodes
-        interval = run.args.eval_interval or math.inf
-        passed = step // interval > run.global_step // interval or step >= run.args.total_timesteps
+        intervals = (run.args.eval_interval or math.inf, run.args.checkpoint_interval)
+        passed = any(step // n > run.global_step // n for n in intervals) or step >= run.args.total_timesteps
         if step > run.global_step and (episodes or passed):
             logged = {k.removeprefix("train/"): v for k, v in self.logger.name_to_value.items()}
             scalars = {TAGS[k]: v for k, v in logged.items() if k in TAGS and math.isfinite(v)}
@@ -214,7 +218,7 @@ class Watch(BaseCallback):
             episodes.clear()
 
     def _on_step(self) -> bool:
-        return True
+        return not self.run.over
 
     def _on_training_end(self) -> None:
         self._on_rollout_start()
@@ -231,8 +235,14 @@ def make_policy(args: Args, model: BaseAlgorithm, space: gym.Space) -> Callable:
     return act
 
 
+def saved(folder: Path, step: int) -> tuple[Path, Path, Path]:
+    """Where a model, its replay buffer and what VecNormalize knows lie after a number of steps."""
+    names = ("model_{}.zip", "buffer_{}.pkl", "normalize_{}.pkl")
+    return tuple(folder / name.format(step) for name in names)
+
+
 def open_run(script: ModuleType, args: Args, model: BaseAlgorithm) -> "Run":  # noqa: F821
-    """A run of the script, in which the model is evaluated and nothing is saved."""
+    """A run of the script, in which the model is evaluated and saved."""
 
     class Run(script.Run):
         def open_logs(self) -> None:
@@ -246,14 +256,26 @@ def open_run(script: ModuleType, args: Args, model: BaseAlgorithm) -> "Run":  # 
                 return super().evaluate()
 
         def save(self) -> None:
-            pass
+            if self.global_step < args.checkpoint_interval:
+                return
+            files = saved(self.folder, self.global_step)
+            model.save(files[0])
+            if hasattr(model, "replay_buffer"):
+                model.save_replay_buffer(files[1])
+            if normalize := model.get_vec_normalize_env():
+                normalize.save(str(files[2]))
+            super().save()  # from now on they are what a resumed run takes
+            for pattern in saved(self.folder, "*"):
+                for path in {*self.folder.glob(pattern.name)} - {*files}:
+                    path.unlink()
 
-    script.make_policy = make_policy
-    run = Run(args, agent=model)
-    # There is no checkpoint to go on from, whatever ends it.
-    sys.excepthook = sys.__excepthook__
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_DFL)
+    script.make_policy = lambda args, _, space: make_policy(args, model, space)
+    run = Run(args, agent=model.policy)
+    if args.checkpoint_interval > args.total_timesteps:
+        # There is no checkpoint to go on from, whatever ends it.
+        sys.excepthook = sys.__excepthook__
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_DFL)
     return run
 
 
@@ -272,18 +294,45 @@ def train(args: Args) -> BaseAlgorithm:
     torch.set_num_threads(args.torch_threads)
     num_envs = 16 if atari and args.algorithm in ("ppo", "a2c") else 1
     envs = script.make_envs(args, num_envs, **({"life_loss": True} if atari else {}))
-    envs = Environments(envs, atari)
-    normalize = args.algorithm == "ppo" and given
-    env = VecNormalize(envs, gamma=arguments.get("gamma", 0.99)) if normalize else envs
-    policy = "CnnPolicy" if atari else "MlpPolicy"
+    envs = env = Environments(envs, atari)
+    files = ()
+    if args.resume:
+        script.Args = Args
+        files = saved(args.resume, script.load(args.resume / "checkpoint.pt", "global_step")["global_step"])
+    if args.algorithm == "ppo" and given:
+        gamma = arguments.get("gamma", 0.99)
+        env = VecNormalize.load(str(files[2]), envs) if files else VecNormalize(envs, gamma=gamma)
+    policy, algorithm = "CnnPolicy" if atari else "MlpPolicy", ALGORITHMS[args.algorithm]
     try:
-        model = ALGORITHMS[args.algorithm](policy, env, seed=args.seed, device="cpu", **arguments)
+        if files:
+            model = algorithm.load(files[0], env, device="cpu")
+        else:
+            model = algorithm(policy, env, seed=args.seed, device="cpu", **arguments)
     except (AssertionError, ValueError, MemoryError) as exception:
         error(f"{args.algorithm} on {args.env_id}: {exception}")
-    model.learn(args.total_timesteps, callback=Watch(open_run(script, args, model), envs))
+    if files and files[1].exists():
+        model.load_replay_buffer(files[1])
+    steps = args.total_timesteps - model.num_timesteps
+    watch = Watch(open_run(script, args, model), envs)
+    if steps > 0:
+        model.learn(steps, callback=watch, reset_num_timesteps=not files)
     return model
+
+
+def arguments() -> Args:
+    """Those of the command line; beside --resume, what it does not say is the run's own."""
+    ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ahead.add_argument("--resume", type=Path)
+    folder = ahead.parse_known_args()[0].resume
+    if folder is None:
+        return parse(Args, __doc__)
+    if not is_resumable(folder):
+        error(f"there is no {folder / 'checkpoint.pt'}")
+    config = read_config(folder)
+    own = {field.name: config[field.name] for field in fields(Args)} | {"run_dir": None, "resume": folder}
+    return parse(Args, __doc__, default=Args(**own))
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", ".*out of date", DeprecationWarning)  # MuJoCo's v4 is meant
-    train(parse(Args, __doc__))
+    train(arguments())

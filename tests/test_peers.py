@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from conftest import REPOSITORY, contents, load_script, run_python, scalars
 from results_store import read_run
 from stable_baselines3.common.evaluation import evaluate_policy
@@ -107,6 +108,57 @@ def test_defaults_of_dqn_on_atari(peers, tmp_path):
         assert getattr(model, name) == getattr(plain, name)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "env_id", "flags"),
+    [("dqn", "CartPole-v1", {}), ("ppo", "Pendulum-v1", {"same_settings": True})],
+)
+def test_resume(algorithm, env_id, flags, peers, tmp_path, monkeypatch):
+    """Of a run that ends after 4500 steps goes on what was saved after 4096, and only that is left of it."""
+
+    def stop(watch):
+        if watch.num_timesteps > 4500:
+            raise InterruptedError
+        return True
+
+    flags = flags | {"eval_interval": 1024, "eval_episodes": 1, "checkpoint_interval": 2048}
+    run_dir, going_on = tmp_path / "run", []
+    args = peers.Args(algorithm, env_id, total_timesteps=6200, run_dir=run_dir, **flags)
+    with monkeypatch.context() as patch:
+        patch.setattr(peers.Watch, "_on_step", stop)
+        with pytest.raises(InterruptedError):
+            peers.train(args)
+    assert [path.name for path in run_dir.glob("model_*")] == ["model_4096.zip"]
+    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]
+
+    def observe(script, args, model):
+        going_on.append((args, model.num_timesteps))
+        for name, value in model.policy.state_dict().items():
+            assert torch.equal(value, saved[name])
+        if algorithm == "ppo":
+            assert model.get_vec_normalize_env().obs_rms.count > 4096
+        else:
+            assert model.replay_buffer.pos == 4096
+        return open_run(script, args, model)
+
+    open_run = peers.open_run
+    monkeypatch.setattr(peers, "open_run", observe)
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--resume", str(run_dir), "--seed", "2"])
+    model = peers.train(peers.arguments())
+    ((args, step),) = going_on
+    assert (step, args.algorithm, args.env_id) == (4096, algorithm, env_id)
+    assert (args.total_timesteps, args.seed) == (6200, 2)
+    steps = sorted({step for step, _, _ in evaluations(run_dir)})
+    assert steps[-1] == model.num_timesteps >= 6144
+    assert len(steps) == len(evaluations(run_dir))  # none twice
+    assert [path.name for path in run_dir.glob("model_*")] == [f"model_{steps[-1]}.zip"]
+
+
+def test_stop_at_return(peers, tmp_path):
+    model = peers.train(peers.Args(**SHORT, stop_at_return=1.0, eval_episodes=1, run_dir=tmp_path / "run"))
+    assert model.num_timesteps < 1100
+    assert len(evaluations(tmp_path / "run")) == 1
+
+
 def test_truncation_reaches_the_learner(peers):
     """Pendulum is truncated after 200 steps, and never terminated."""
     script = load_script("ppo_continuous")
@@ -131,6 +183,7 @@ def test_truncation_reaches_the_learner(peers):
             "--eval-episodes must be finite and above 0",
         ),
         (["--algorithm=ppo", "--env-id=Pendulum-v1", "--run-dir=taken"], "taken"),
+        (["--resume=taken"], "no taken/checkpoint.pt"),
     ],
 )
 def test_bad_input(flags, complaint, tmp_path):
