@@ -209,7 +209,7 @@ class AtariQNetwork(AtariNetwork):
 
 
 class RAdam(torch.optim.Adam):
-    """Rectified Adam, arXiv 1908.03265, by PyTorch's fused Adam: in a sixth of the time of PyTorch's RAdam.
+    """Rectified Adam, arXiv 1908.03265, by PyTorch's fused Adam; its RAdam is not fused (algos/README.md).
 
     It is Adam with a factor for the step size, which rises to 1 as the mean of squares comes to be of more
     gradients. In the first five updates these are too few, and a step is not divided by its root.
