@@ -548,8 +548,9 @@ def test_network_is_its_convolutions_of_pictures_from_0_to_1(atari, monkeypatch)
     obs = torch.randint(256, (3, 4, 84, 84), dtype=torch.uint8)
     x = obs / 255.0
     for layer, norm in zip(agent.layers, agent.norms, strict=True):
+        x = x if layer is not agent.hidden else x.permute(0, 2, 3, 1).flatten(1)
         x = norm(layer(x.double())).relu()
-    expected, parameters = x.flatten(1), [*agent.conv1.parameters(), *agent.hidden.parameters()]
+    expected, parameters = x, [y for layer in agent.layers for y in layer.parameters()]
     features = agent.features(obs)
     torch.testing.assert_close(features.double(), expected, rtol=1e-5, atol=1e-5)
     gradients = (torch.autograd.grad(y.square().sum(), parameters) for y in (features, expected))
@@ -627,6 +628,13 @@ def test_bad_input(atari, refusal):
 # What only A2C has.
 
 
+class FlatPixels(torch.nn.Flatten):
+    """In the order of our hidden layer's weights: rows, columns, channels."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.permute(0, 2, 3, 1))
+
+
 def test_a2c_loss_and_gradient_are_those_of_stable_baselines3(a2c):
     """The same weights, frames, actions and returns in both."""
     num_steps, num_envs, num_actions = 5, 3, 6
@@ -641,11 +649,12 @@ def test_a2c_loss_and_gradient_are_those_of_stable_baselines3(a2c):
     torch.nn.init.normal_(agent.policy.weight, std=0.3)
     settings = {"n_steps": num_steps, "ent_coef": args.ent_coef, "vf_coef": args.vf_coef, "gae_lambda": 1.0}
     peer = A2C("CnnPolicy", DummyVecEnv([Still] * num_envs), **settings, max_grad_norm=1e9, device="cpu")
+    peer.policy.features_extractor.cnn[-1] = FlatPixels()
     layers = [*peer.policy.features_extractor.modules(), peer.policy.action_net, peer.policy.value_net]
     layers = [layer for layer in layers if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear)]
     for ours, theirs in zip((*agent.layers, agent.policy, agent.critic), layers, strict=True):
         for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
-            y.data = x.detach().reshape(y.shape).clone()
+            y.data = x.detach().clone()
     obs = torch.randint(256, (num_steps, num_envs, 4, 84, 84), dtype=torch.uint8)
     actions = torch.randint(num_actions, (num_steps, num_envs))
     rewards, done = torch.randn(num_steps, num_envs), torch.rand(num_steps, num_envs) < 0.2
@@ -673,7 +682,7 @@ def test_a2c_loss_and_gradient_are_those_of_stable_baselines3(a2c):
     assert -entropy.item() == pytest.approx(logged["train/entropy_loss"], abs=1e-5)
     for ours, theirs in zip((*agent.layers, agent.policy, agent.critic), layers, strict=True):
         for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(x.grad.reshape_as(y), y.grad, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(x.grad, y.grad, atol=1e-5, rtol=1e-5)
 
 
 # What only the Q critic has.
