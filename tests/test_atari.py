@@ -561,6 +561,15 @@ def test_network_is_its_convolutions_of_pictures_from_0_to_1(atari, monkeypatch)
             torch.testing.assert_close(agent.features(obs).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are none here")
+def test_a_gigabyte_of_the_heap_may_have_huge_pages(atari, tmp_path):
+    code = "import runpy, sys\ntry: runpy.run_path(sys.argv[1], run_name='__main__')\n"
+    code += "except SystemExit: print(open('/proc/self/smaps').read())"
+    smaps = run_python("-c", code, atari.__file__, "--help", cwd=tmp_path).stdout
+    heaps = re.findall(r"\[heap\]\nSize: +(\d+) kB(?:\n\w+: .*)*?\nVmFlags:.* hg ", smaps)
+    assert sum(map(int, heaps)) >= 2**20
+
+
 @pytest.mark.parametrize("env_id", ["ALE/SpaceInvaders-v5", "PongNoFrameskip-v4"])
 def test_games_of_gymnasium_and_bf16(train, env_id):
     checkpoint = train(env_id=env_id, eval_interval=0, bf16=True, total_timesteps=30)
