@@ -159,7 +159,10 @@ def plain_q_values(agent, obs: Tensor) -> Tensor:
     """The network of Mnih et al. 2015 with layers and their normalisation written out."""
     x = obs.to(agent.critic.weight.dtype) / 255
     for layer, norm, stride in zip(agent.layers, agent.norms, (4, 2, 1, 1), strict=True):
-        x = F.conv2d(x, layer.weight, layer.bias, stride)
+        weight = layer.weight
+        if layer is agent.hidden:
+            weight = weight.unflatten(1, (7, 7, 64)).permute(0, 3, 1, 2)
+        x = F.conv2d(x, weight, layer.bias, stride)
         mean = x.mean((1, 2, 3), keepdim=True)
         x = (x - mean) / ((x - mean).square().mean((1, 2, 3), keepdim=True) + 1e-5).sqrt()
         x = (x * norm.weight.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)).clamp(min=0)
