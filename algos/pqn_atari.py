@@ -143,37 +143,22 @@ RANGES = dict.fromkeys(("seed", "eval_interval"), (0, 2**32))
 RANGES |= dict.fromkeys(("gamma", "q_lambda", "start_e", "end_e", "exploration_fraction"), (0, 1))
 RANGES |= {"stop_at_return": (-sys.float_info.max, sys.float_info.max)}
 
-AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-
 
 def convolution(layer: nn.Conv2d, x: Tensor, weight: Tensor) -> Tensor:
     """A layer with that weight, of pictures (batch, channels, height, width); its stride divides the width.
 
-    On a CPU, the pixels of a row that the stride steps over count as one with as many times the channels: a
-    view in channels_last, and the same sums. With AVX512 their gradient takes nine tenths of the time, in
+    For the gradient on a CPU, the pixels of a row that the stride steps over count as one with as many times
+    the channels: a view in channels_last, and the same sums. With AVX512 it takes nine tenths of the time, in
     bfloat16 that of the first layer less than half.
     """
     stride = layer.stride
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" and torch.is_grad_enabled():
         x, weight = (
             y.permute(0, 2, 3, 1).unflatten(2, (-1, stride[1])).flatten(3).permute(0, 3, 1, 2)
             for y in (x, weight)
         )
         stride = stride[0], 1
     return F.conv2d(x, weight, layer.bias, stride)
-
-
-def fully_connected(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The layer of pictures (batch, channels, height, width), flattened as channels_last has them: a view.
-
-    Without a gradient, AVX512 makes a convolution of the pictures' own size the faster way for few of them (a
-    sixth of the network's time for 8).
-    """
-    pixels = x.permute(0, 2, 3, 1)
-    if AVX512 and x.device.type == "cpu" and not torch.is_grad_enabled():
-        weight = layer.weight.unflatten(1, pixels.shape[1:]).permute(0, 3, 1, 2)
-        return F.conv2d(x, weight, layer.bias).flatten(1)
-    return layer(pixels.flatten(1))
 
 
 class AtariNetwork(nn.Module):
@@ -206,7 +191,7 @@ class AtariNetwork(nn.Module):
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             for layer, norm in zip(self.layers, self.norms, strict=True):
                 if layer is self.hidden:
-                    x = fully_connected(layer, x)
+                    x = layer(x.permute(0, 2, 3, 1).flatten(1))  # a view, in channels_last
                 else:
                     x = convolution(layer, x, layer.weight / 255 if layer is self.conv1 else layer.weight)
                 x = F.relu_(norm(x))
@@ -470,7 +455,8 @@ def train(args: Args) -> None:
         # Collect.
         actions, values, q_taken, episodes = [], [], [], []
         bootstraps = torch.zeros(shape, device=device)
-        with torch.no_grad():
+        # With autocast around it, the network's own casts the weights but once for all steps.
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=False):
             for t in range(args.num_steps):
                 obs_by_step[t] = torch.from_numpy(obs)
                 q_values = actor(obs_by_step[t])

@@ -30,6 +30,7 @@ from conftest import (
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from stable_baselines3 import A2C
 from stable_baselines3.common.vec_env import DummyVecEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SCRIPTS = ("a2c_atari", "qcritic_atari", "ppo_atari", "pqn_atari")
 with_n_step_returns = pytest.mark.parametrize("atari", SCRIPTS[:2], indirect=True)
@@ -541,7 +542,7 @@ def test_bf16_is_close_to_float32(atari):
     assert all(x.dtype == torch.float32 for x in agent(obs))  # the heads' outputs, or those of one head
 
 
-def test_network_is_its_convolutions_of_pictures_from_0_to_1(atari, monkeypatch):
+def test_network_is_its_convolutions_of_pictures_from_0_to_1(atari):
     torch.manual_seed(0)
     space = SimpleNamespace(single_action_space=gym.spaces.Discrete(6))
     agent = atari.make_agent(atari.Args(), space).double()
@@ -555,10 +556,22 @@ def test_network_is_its_convolutions_of_pictures_from_0_to_1(atari, monkeypatch)
     torch.testing.assert_close(features.double(), expected, rtol=1e-5, atol=1e-5)
     gradients = (torch.autograd.grad(y.square().sum(), parameters) for y in (features, expected))
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
-    for avx512 in (True, False):  # the hidden layer as a convolution and as a matrix product
-        monkeypatch.setattr(atari, "AVX512", avx512)
-        with torch.no_grad():
-            torch.testing.assert_close(agent.features(obs).double(), expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(agent.features(obs).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rollout_casts_the_weights_once(atari, train):
+    casts = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if kwargs and kwargs.get("dtype") == torch.bfloat16 and args[0].shape == (512, 7 * 7 * 64):
+                casts.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Casts():
+        train(bf16=True, eval_interval=0, total_timesteps=2 * 15)
+    assert len(casts) == 2 * (1 + OWN_SETTINGS.get(atari.SCRIPT, {}).get("num_minibatches", 1))
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are none here")
