@@ -74,9 +74,12 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
     wall = runs("breakout", script="pqn_atari", num_minibatches=8)
     wall.sort(key=lambda run: run.mean_returns().iloc[-1])
     in_training = [run.at("charts/return_mean_100", run.mean_returns().index[-1]) for run in wall]
-    (invaders,) = runs("pqn", env_id="SpaceInvadersNoFrameskip-v4")
-    ((last_step, invaders_end),) = ends([invaders])
-    assert 10_000_000 <= last_step < 10_100_000
+    invaders = []
+    for num_minibatches in (8, 16):
+        (run,) = runs("pqn", env_id="SpaceInvadersNoFrameskip-v4", num_minibatches=num_minibatches)
+        ((last_step, end),) = ends([run])
+        assert 10_000_000 <= last_step < 10_100_000
+        invaders += [f"{end:,.0f}", f"{run.at('charts/return_mean_100', last_step):,.0f}"]
     lake = runs("qlearning", env_id="FrozenLake-v1", map_name=None)
     headlines = {
         "ppo_continuous": f"HalfCheetah-v4, 1M steps: {final_return(cheetah, 0)}",
@@ -91,8 +94,8 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
         f"{pqn_end:.1f} after 10M (1 run); "
         f"Breakout: {two_returns(wall)}, the last 100 games in training "
         + " and ".join(f"{score:.0f}" for score in in_training)
-        + f"; SpaceInvaders: {invaders_end:,.0f} after 10M (1 run), "
-        f"in training {invaders.at('charts/return_mean_100', last_step):,.0f}",
+        + "; SpaceInvaders: {} after 10M (1 run), in training {}, "
+        "with `--num-minibatches 16` {} and {} (1 run)".format(*invaders),
         "a2c_atari": f"Pong: {steps_to_18(a2c)}; {whole[1]:.1f} after {whole[0] / 1e6:.0f}M (1 run); "
         f"Breakout: {two_returns(runs('breakout', script='a2c_atari'))}",
         "qcritic_atari": f"Pong: {steps_to_18(runs('pong', script='qcritic_atari'))}",
