@@ -165,8 +165,9 @@ def difference_figure(differences: pd.DataFrame, origin: str, footer: str) -> by
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for ax, (env_id, drawn) in zip(axes, panels, strict=True):
         drawn = drawn.droplevel("environment").reindex(order)
-        errors = drawn["difference"] - drawn["low"], drawn["high"] - drawn["difference"]
-        ax.errorbar(drawn["difference"], order, xerr=errors, fmt="o", ms=4, color=COLOURS[0], label=label)
+        middle, low, high = drawn[["difference", "low", "high"]].to_numpy().T
+        errors = middle - low, high - middle
+        ax.errorbar(middle, order, xerr=errors, fmt="o", ms=4, color=COLOURS[0], label=label)
         ax.axvline(0, color="0.3", lw=0.9)
         ax.set(title=env_id, xlabel="difference in final return")
         ax.xaxis.set_major_locator(MaxNLocator(3 if len(panels) > 2 else 5))
