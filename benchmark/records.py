@@ -123,7 +123,13 @@ def curves(runs: list[Record]) -> dict[str, list[Record]]:
 
 
 def swept_setting(runs: list[Record]) -> str | None:
-    """The one numeric setting with three values or more, if runs of one script have just one such."""
-    values = {name: {run.config.get(name) for run in runs} for name in differing(runs)}
-    swept = [n for n, vs in values.items() if len(vs) > 2 and all(type(v) in (int, float) for v in vs)]
+    """The one numeric setting with three values or more in a script's runs that else have the same settings."""
+    names = differing(runs)
+
+    def is_swept(name: str) -> bool:
+        alike = group(runs, [other for other in names if other != name]).values()
+        values = [{run.config.get(name) for run in same} for same in alike]
+        return any(len(vs) > 2 and all(type(v) in (int, float) for v in vs) for vs in values)
+
+    swept = [name for name in names if is_swept(name)]
     return swept[0] if len(swept) == 1 else None

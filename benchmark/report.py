@@ -11,12 +11,12 @@ RUNS are folders at or below which there are runs: the results of a grid as run.
 evaluations.csv.gz, progress.csv.gz), run folders (config.json, evaluations.csv, TensorBoard events), or
 events alone in a folder that CleanRL named, <env id>__<exp name>__<seed>__<unix time>. The runs of a grid, or
 in one folder, make a section of the page, those on one environment a figure, those of one script with the
-same settings, whatever their seed, a curve. Where one numeric setting has three values or more, the figure
-shows what the runs end with against it. Curves of several scripts are drawn over hours, too. A grid whose
-file says `beside = ["ppo"]` has those of that other grid in its figures, over steps and over hours. One that
-says `differences_from = "ppo"` has a figure of how far its runs end from those of that grid. One that says
-`aggregate = ["HalfCheetah-v4", ...]` has a figure of what the curves with runs on all of these environments
-end with, over all of them together.
+same settings, whatever their seed, a curve. Where one numeric setting has three values or more, all others
+being the same, the figure shows what the runs end with against it. Curves of several scripts are drawn over
+hours, too. A grid whose file says `beside = ["ppo"]` has those of that other grid in its figures, over steps
+and over hours. One that says `differences_from = "ppo"` has a figure of how far its runs end from those of
+that grid. One that says `aggregate = ["HalfCheetah-v4", ...]` has a figure of what the curves with runs on
+all of these environments end with, over all of them together.
 
 A run ends with its last evaluation, or without any with its last 100 episodes of training. references.toml
 has the published returns that stand beside it. The page begins with the headlines: of the curves of each

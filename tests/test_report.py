@@ -156,9 +156,11 @@ def test_sweep(runs, page, tmp_path):
 
 def test_two_values_are_curves_and_no_sweep(runs, tmp_path):
     for alpha in (0.1, 0.2):
-        write_run(tmp_path / f"grid/{alpha}", {1: [0]}, alpha=alpha)
+        write_run(tmp_path / f"grid/{alpha}", {1: [0]}, alpha=alpha, gamma=0.9)
     assert swept_setting(runs("grid")) is None
     assert list(curves(runs("grid"))) == ["alpha 0.1", "alpha 0.2"]
+    write_run(tmp_path / "grid/0.3", {1: [0]}, alpha=0.3, gamma=0.5)  # nor is a third with another difference
+    assert swept_setting(runs("grid")) is None
 
 
 def test_flags_in_words(runs, tmp_path):

@@ -75,7 +75,7 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
     wall.sort(key=lambda run: run.mean_returns().iloc[-1])
     in_training = [run.at("charts/return_mean_100", run.mean_returns().index[-1]) for run in wall]
     invaders = []
-    for num_minibatches in (8, 16):
+    for num_minibatches in (8, 16, 4):
         (run,) = runs("pqn", env_id="SpaceInvadersNoFrameskip-v4", num_minibatches=num_minibatches)
         ((last_step, end),) = ends([run])
         assert 10_000_000 <= last_step < 10_100_000
@@ -95,7 +95,8 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
         f"Breakout: {two_returns(wall)}, the last 100 games in training "
         + " and ".join(f"{score:.0f}" for score in in_training)
         + "; SpaceInvaders: {} after 10M (1 run), in training {}, "
-        "with `--num-minibatches 16` {} and {} (1 run)".format(*invaders),
+        "with `--num-minibatches 16` {} and {} (1 run), "
+        "with CleanRL's epochs {} and {} (1 run)".format(*invaders),
         "a2c_atari": f"Pong: {steps_to_18(a2c)}; {whole[1]:.1f} after {whole[0] / 1e6:.0f}M (1 run); "
         f"Breakout: {two_returns(runs('breakout', script='a2c_atari'))}",
         "qcritic_atari": f"Pong: {steps_to_18(runs('pong', script='qcritic_atari'))}",
