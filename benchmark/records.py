@@ -123,7 +123,7 @@ def curves(runs: list[Record]) -> dict[str, list[Record]]:
 
 
 def swept_setting(runs: list[Record]) -> str | None:
-    """The one numeric setting with three values or more in a script's runs that else have the same settings."""
+    """The one numeric setting with three values or more, all others the same, in the runs of a script."""
     names = differing(runs)
 
     def is_swept(name: str) -> bool:
