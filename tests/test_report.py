@@ -163,6 +163,15 @@ def test_two_values_are_curves_and_no_sweep(runs, tmp_path):
     assert swept_setting(runs("grid")) is None
 
 
+def test_words_and_two_settings_at_once_are_no_sweep(runs, tmp_path):
+    for value in (1, 2, 3):
+        write_run(tmp_path / f"words/{value}", {1: [0]}, estimator=f"word{value}", alpha=0.1)
+        write_run(tmp_path / f"both/alpha{value}", {1: [0]}, alpha=value, gamma=1)
+        write_run(tmp_path / f"both/gamma{value}", {1: [0]}, alpha=1, gamma=value)
+    assert swept_setting(runs("words")) is None
+    assert swept_setting(runs("both")) is None
+
+
 def test_flags_in_words(runs, tmp_path):
     """No name stands for two groups, whether half of them have a flag or most do."""
     for name, flags in {
