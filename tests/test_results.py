@@ -38,7 +38,15 @@ def final_return(runs: list, decimals: int) -> str:
 def two_returns(runs: list) -> str:
     (first_step, first), (last_step, last) = sorted(ends(runs).tolist(), key=lambda end: end[1])
     assert 10_000_000 <= first_step == last_step < 10_100_000
-    return f"{first:.0f} and {last:.0f} after 10M (2 runs)"
+    return f"{first:,.0f} and {last:,.0f} after 10M (2 runs)"
+
+
+def in_training(runs: list) -> str:
+    """Mean return of each run's last 100 games of training, in the order of the last evaluations."""
+    runs = sorted(runs, key=lambda run: run.mean_returns().iloc[-1])
+    return " and ".join(
+        f"{run.at('charts/return_mean_100', run.mean_returns().index[-1]):,.0f}" for run in runs
+    )
 
 
 def steps_to_18(runs: list) -> str:
@@ -72,14 +80,10 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
     ((last_step, pqn_end),) = ends([pqn_whole])
     assert 10_000_000 <= last_step < 10_100_000
     wall = runs("breakout", script="pqn_atari", num_minibatches=8)
-    wall.sort(key=lambda run: run.mean_returns().iloc[-1])
-    in_training = [run.at("charts/return_mean_100", run.mean_returns().index[-1]) for run in wall]
-    invaders = []
-    for num_minibatches in (8, 16, 4):
-        (run,) = runs("pqn", env_id="SpaceInvadersNoFrameskip-v4", num_minibatches=num_minibatches)
-        ((last_step, end),) = ends([run])
-        assert 10_000_000 <= last_step < 10_100_000
-        invaders += [f"{end:,.0f}", f"{run.at('charts/return_mean_100', last_step):,.0f}"]
+    invaders = runs("pqn", env_id="SpaceInvadersNoFrameskip-v4", num_envs=8, num_minibatches=8)
+    more_games = runs("pqn", env_id="SpaceInvadersNoFrameskip-v4", num_envs=32, num_steps=32)
+    ((last_step, more_games_end),) = ends(more_games)
+    assert 10_000_000 <= last_step < 10_100_000
     lake = runs("qlearning", env_id="FrozenLake-v1", map_name=None)
     headlines = {
         "ppo_continuous": f"HalfCheetah-v4, 1M steps: {final_return(cheetah, 0)}",
@@ -92,11 +96,9 @@ def test_headlines_of_the_readme_are_those_of_all_committed_runs():
         f"Breakout: {two_returns(runs('breakout', script='ppo_atari', gae_lambda=0.65))}",
         "pqn_atari": f"Pong: {steps_to_18([*pqn, pqn_whole])}; {final_return(pqn, 1)} after 1.9M (3 runs), "
         f"{pqn_end:.1f} after 10M (1 run); "
-        f"Breakout: {two_returns(wall)}, the last 100 games in training "
-        + " and ".join(f"{score:.0f}" for score in in_training)
-        + "; SpaceInvaders: {} after 10M (1 run), in training {}, "
-        "with `--num-minibatches 16` {} and {} (1 run), "
-        "with CleanRL's epochs {} and {} (1 run)".format(*invaders),
+        f"Breakout: {two_returns(wall)}, the last 100 games in training {in_training(wall)}; "
+        f"SpaceInvaders: {two_returns(invaders)}, in training {in_training(invaders)}, with "
+        f"`--num-envs 32 --num-steps 32` {more_games_end:,.0f} and {in_training(more_games)} (1 run)",
         "a2c_atari": f"Pong: {steps_to_18(a2c)}; {whole[1]:.1f} after {whole[0] / 1e6:.0f}M (1 run); "
         f"Breakout: {two_returns(runs('breakout', script='a2c_atari'))}",
         "qcritic_atari": f"Pong: {steps_to_18(runs('pong', script='qcritic_atari'))}",
